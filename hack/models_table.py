@@ -201,7 +201,7 @@ def _missing(name: str, info: Architecture) -> Iterator[str]:
         yield "images"
     yield from dict.fromkeys(feature for _, feature in info.required.values())
     if info.uses_state is not None:
-        yield from ("folders of KV blocks with several ranks", "KV peers")
+        yield "KV peers"
     if info.has_attention_chunks is not None:
         yield "GPUs"
     if info.has_layer_variants:

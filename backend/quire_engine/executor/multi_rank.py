@@ -67,7 +67,8 @@ class MultiRankRunner(ModelRunner):
         self.swap_costs, rows = local_runner.swap_costs, local_runner.host_rows
         # Without a file, no store uses the rows.
         self.host_rows = None if rows is None or rows.file is None else RankRows(rows, worker_group)
-        self.host_state_rows = None
+        # Copies of states are parts of steps, which are complete when all ranks have made them.
+        self.host_state_rows = local_runner.host_state_rows if self.host_rows is not None else None
         self.memory = local_runner.memory
         # Only rank 0 has a vision tower.
         self.background_image_encoder = local_runner.background_image_encoder

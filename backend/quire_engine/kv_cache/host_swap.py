@@ -11,6 +11,7 @@ import torch
 from quire_engine.kv_cache.device_cache import KVCache, block_bytes
 from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.kv_cache.row_file import RowFile, RowPart
+from quire_engine.kv_cache.state_cache import host_part_bytes
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.sequence import BlockId
 from quire_engine.step.plan import SwapCopy
@@ -30,13 +31,19 @@ class HostSwap:
     GPU, this memory is pinned and copies are asynchronous.
     """
 
-    def __init__(self, kv_caches: Sequence[KVCache], num_blocks: int, part: RowPart | None = None) -> None:
-        """Allocate the memory. With `part`, there is one KV cache, and its memory is this part of the rows of a file,
-        which other processes can read."""
+    def __init__(
+        self,
+        kv_caches: Sequence[KVCache],
+        num_blocks: int,
+        part: RowPart | None = None,
+        rows: memoryview | None = None,
+    ) -> None:
+        """Allocate the memory. With `part`, there is one KV cache, and its memory is this part of `rows`, which are in
+        a file that other processes can read."""
         self._part, self._rows, own = part, None, None
         if part is not None:
-            assert len(kv_caches) == 1
-            memory = torch.frombuffer(part.file.map(num_blocks * part.row_bytes), dtype=torch.uint8)
+            assert len(kv_caches) == 1 and rows is not None
+            memory = torch.frombuffer(rows, dtype=torch.uint8)
             self._rows = pin(memory) if kv_caches[0].device_type == "cuda" else memory
             own = self._rows.view(num_blocks, -1)[:, part.offset : part.offset + part.sizes[part.rank]]
         self._host_blocks = [(kv_cache, kv_cache.allocate_host_blocks(num_blocks, own)) for kv_cache in kv_caches]
@@ -115,16 +122,25 @@ class HostSwap:
         return SwapCosts(self._num_blocks, _seconds_per_unit(swap_blocks), _seconds_per_unit(compute))
 
 
-def row_part(config: EngineConfig, shape: ModelConfig, dtype: torch.dtype, file: RowFile, rank: int) -> RowPart:
+def row_part(
+    config: EngineConfig,
+    shape: ModelConfig,
+    dtype: torch.dtype,
+    file: RowFile,
+    rank: int,
+    activation_dtype: torch.dtype,
+) -> RowPart:
     """Return the part of a rank in each row of a file. `shape` is that of the whole model, and `dtype` that of the KV
     cache."""
-    layout, sizes = choose_layout(config, shape), list[int]()
+    layout, sizes, state = choose_layout(config, shape), list[int](), 0
     for stage in split_stages(shape, config.pipeline_parallel_size, config.quantization):
         first = None if stage.stage is None else stage.stage.first_layer
         local = TensorParallelShard(stage, 0, config.tensor_parallel_size).local_config
         own = layout if first is None else layout.for_stage(range(first, first + stage.num_layers))
         sizes += [block_bytes(local, config.block_size, dtype, own)] * config.tensor_parallel_size
-    return RowPart(file, sizes, rank, config.nnodes)
+        if local.states is not None:
+            state = sum(host_part_bytes(local.states, activation_dtype, getattr(torch, config.state_dtype)))
+    return RowPart(file, sizes, rank, config.nnodes, state)
 
 
 def _seconds_per_unit(function: Callable[[], int]) -> float:

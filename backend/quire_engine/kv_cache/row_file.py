@@ -2,7 +2,8 @@
 """The memory file with the rows of host memory of a core, and the part of a rank in each row.
 
 Every rank of the core on this machine maps the file, and so does the process that sends rows to other pods. A row is a
-KV block of the whole model, or of the stages of this node: the parts of all ranks of the node, one after the other."""
+KV block of the whole model, or of the stages of this node: the parts of all ranks of the node, one after the other. If
+layers have states, rows of states follow those of the blocks, with the parts of all ranks, too."""
 
 import mmap
 import os
@@ -41,6 +42,10 @@ class RowFile:
         return mmap.mmap(self.file, num_bytes)
 
 
+_PAGE_BYTES = 4096
+"""The rows of states begin on a page, because pages are pinned."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowPart:
     """The part of one rank in each row of a file."""
@@ -51,6 +56,24 @@ class RowPart:
     rank: int = 0
     num_nodes: int = 1
     """Number of nodes, each of which has a file with the parts of an equal number of ranks."""
+    state_bytes: int = 0
+    """Bytes of the part of each rank in a row of states; 0 if layers have no states. Layers with states are never
+    divided between nodes."""
+
+    def map(self, num_blocks: int, num_states: int) -> tuple[memoryview, memoryview]:
+        """Return the memory of `num_blocks` rows of blocks, and of `num_states` rows of states. All ranks must give
+        the same numbers."""
+        end = num_blocks * self.row_bytes
+        start = -(-end // _PAGE_BYTES) * _PAGE_BYTES if num_states else end
+        if not (size := start + num_states * self.state_row_bytes):
+            return memoryview(b""), memoryview(b"")
+        memory = memoryview(self.file.map(size))
+        return memory[:end], memory[start:]
+
+    @property
+    def state_row_bytes(self) -> int:
+        """Bytes of a row of states."""
+        return self.state_bytes * len(self.sizes)
 
     @property
     def offset(self) -> int:

@@ -4,14 +4,16 @@
 The scheduler assigns rows to sequences, and each layer passes its own tensors to the kernels.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quire_engine.kv_cache.row_file import RowPart
 from quire_engine.step.plan import SwapCopy
-from quire_kernels import StateBatch, pinned_empty, to_device_async
+from quire_kernels import StateBatch, pin, pinned_empty, to_device_async
 from quire_spec.model.attention.state_config import StateConfig
 
 
@@ -45,6 +47,19 @@ class LayerStates:
         return torch.split(replayed, [part.shape[1] for part in inputs], dim=1)
 
 
+def host_part_bytes(config: StateConfig, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[int, int]:
+    """Return the bytes of the convolution and of the recurrence in the part of a rank in a row of a file. `config` is
+    that of the rank."""
+    convolution = (config.kernel_size - 1) * config.conv_size * dtype.itemsize
+    recurrence = math.prod(config.recurrence_shape) * state_dtype.itemsize
+    return _padded(config.num_layers * convolution), _padded(config.num_layers * recurrence)
+
+
+def _padded(num_bytes: int) -> int:
+    """Return the bytes after which values of every dtype can begin."""
+    return -(-num_bytes // 16) * 16
+
+
 def drop_replayed(batch: StateBatch, out: Tensor) -> Tensor:
     """Return the rows of `out`, which has one for each token of the batch, that belong to tokens of the step."""
     return out if batch.drafts is None else out[batch.drafts.outputs]
@@ -76,6 +91,9 @@ class StateCache:
         self._drafts = torch.empty(drafts_size, dtype=dtype, device=device)
         states = map(LayerStates, self._convolution, self._recurrence, self._drafts)
         self._host: tuple[Tensor, ...] = ()
+        self._host_part: RowPart | None = None
+        # Whole rows of the file with the parts of all ranks, if there is one.
+        self._host_file_rows: Tensor | None = None
         # On a GPU: the end of the latest copies to or from host memory.
         self._copied: torch.cuda.Event | None = None
         self.layers = {layer: next(states) for layer, has_state in enumerate(config.layers) if has_state}
@@ -86,11 +104,23 @@ class StateCache:
         """Bytes of all states."""
         return self._convolution.nbytes + self._recurrence.nbytes + self._drafts.nbytes
 
-    def allocate_host(self, num_rows: int) -> None:
+    def allocate_host(self, num_rows: int, part: RowPart | None = None, rows: memoryview | None = None) -> None:
         """Allocate host memory for `num_rows` snapshots, whose numbers follow those of the rows of the device. It is
-        pinned if the states are on a GPU."""
-        is_pinned = self._device.type == "cuda"
-        for states in (self._convolution, self._recurrence):
+        pinned if the states are on a GPU. With `part`, the memory is this part of `rows`, which are in a file that
+        other processes can read."""
+        is_pinned, kinds = self._device.type == "cuda", (self._convolution, self._recurrence)
+        if part is not None and rows:
+            memory = torch.frombuffer(rows, dtype=torch.uint8)
+            self._host_part = part
+            self._host_file_rows = (pin(memory) if is_pinned else memory).view(num_rows, -1)
+            start = part.rank * part.state_bytes
+            for states in kinds:
+                size = len(states), *states.shape[2:]
+                end = start + math.prod(size) * states.itemsize
+                self._host += (self._host_file_rows[:, start:end].view(states.dtype).view(num_rows, *size),)
+                start += _padded(end - start)
+            return
+        for states in kinds:
             size = num_rows, len(states), *states.shape[2:]
             host = pinned_empty(size, states.dtype) if is_pinned else torch.empty(size, dtype=states.dtype)
             self._host += (host,)
@@ -98,7 +128,9 @@ class StateCache:
     @property
     def host_rows(self) -> "HostStateRows | None":
         """The host memory for snapshots; None if there is none."""
-        return HostStateRows(self, self._host, self._device.type) if self._host else None
+        if not self._host:
+            return None
+        return HostStateRows(self, self._host, self._device.type, self._host_part, self._host_file_rows)
 
     def synchronize_host(self) -> None:
         """Wait until the copies to and from host memory that were started before are complete. Any thread can call
@@ -130,24 +162,45 @@ class StateCache:
 
 
 class HostStateRows:
-    """The host memory for snapshots of states, as HostRows of a store. Their numbers begin with 0."""
+    """The host memory for snapshots of states, as HostRows of a store. Their numbers begin with 0. A row has the parts
+    of all ranks if it is in a file."""
 
-    file: None = None
     nodes: None = None
 
-    def __init__(self, states: StateCache, host: Sequence[Tensor], device_type: str) -> None:
-        """`host`: the rows of each part of a state, [num_rows, num_layers, ...]."""
+    def __init__(
+        self,
+        states: StateCache,
+        host: Sequence[Tensor],
+        device_type: str,
+        part: RowPart | None = None,
+        file_rows: Tensor | None = None,
+    ) -> None:
+        """`host`: the rows of each kind of values of a state on this rank, [num_rows, num_layers, ...]. `file_rows`:
+        the rows of the file, uint8 [num_rows, bytes], if there is one, of which `part` is that of this rank."""
         self._states = states
         self._parts = [rows for rows in host if rows.numel()]
         self._device_type = device_type
+        self._part, self._file_rows = part, file_rows
+
+    @property
+    def file(self) -> int | None:
+        """See HostRows."""
+        return None if self._part is None else self._part.file.file
 
     @property
     def layout(self) -> str:
         """See HostRows."""
-        return " ".join(("states", self._device_type, *(f"{rows.dtype} {(*rows.shape[1:],)}" for rows in self._parts)))
+        shapes = [f"{rows.dtype} {(*rows.shape[1:],)}" for rows in self._parts]
+        num_bytes = sum(rows[0].nbytes for rows in self._parts)
+        if (part := self._part) is not None and part.state_row_bytes != num_bytes:
+            # There are several ranks, or gaps between the values.
+            shapes.append(str([part.state_bytes] * len(part.sizes)))
+        return " ".join(("states", self._device_type, *shapes))
 
     def buffers(self, row: int) -> list[memoryview]:
         """See HostRows."""
+        if self._file_rows is not None:
+            return [self._file_rows[row].numpy().data]
         return [rows[row].flatten().view(torch.uint8).numpy().data for rows in self._parts]
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:

@@ -28,7 +28,7 @@ class ModelRunner(Protocol):
     """The host memory of these blocks on this rank; None if there is none."""
 
     host_state_rows: HostRows | None
-    """The host memory for snapshots of states; None if there is none, or if there are several ranks."""
+    """The host memory for snapshots of states; None if there is none, or if no store can read that of several ranks."""
 
     background_image_encoder: BackgroundImageEncoder | None
     """Encodes images beside steps; None if steps encode them."""

@@ -124,7 +124,7 @@ class DeviceModelRunner(ModelRunner):
         part = None
         if row_file is not None:
             cache_dtype = resolve_cache_dtype(config, factory.dtype)
-            part = row_part(config, shape, cache_dtype, row_file, links.rank)
+            part = row_part(config, shape, cache_dtype, row_file, links.rank, factory.dtype)
         run_step = self._run_eager if links.shape.has_outer_parts else self._run_dummy_layers
         startup = RunnerStartup(
             config, self._model, factory, slot_bytes, run_step, self._drafter, tower_bytes, pipeline, layout, part

@@ -153,9 +153,12 @@ class RunnerStartup:
             needed = num_host_blocks * bytes_per_block + num_host_states * state
             check_host_memory(config, needed, available_memory_bytes())
         with naming_setting_on_oom(setting):
-            host_swap = HostSwap(kv_caches, num_host_blocks, self._part) if num_host_blocks else None
+            part, block_rows, state_rows = self._part, memoryview(b""), memoryview(b"")
+            if part is not None:
+                block_rows, state_rows = part.map(num_host_blocks, num_host_states)
+            host_swap = HostSwap(kv_caches, num_host_blocks, part, block_rows) if num_host_blocks else None
             if kv_cache.states is not None:
-                kv_cache.states.allocate_host(num_host_states)
+                kv_cache.states.allocate_host(num_host_states, part, state_rows)
         swap_costs = SwapCosts() if host_swap is None else self._measure_swap_costs(host_swap)
         if num_host_states:
             blocks_per_state = -(-state // max(bytes_per_block, 1))

@@ -17,13 +17,7 @@ from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
 from quire_spec.model.attention import state_config
-from quire_spec.model.attention.state_config import (
-    UNSUPPORTED_FOLDER,
-    UNSUPPORTED_PEERS,
-    StateConfig,
-    num_host_states,
-    num_state_rows,
-)
+from quire_spec.model.attention.state_config import UNSUPPORTED_PEERS, StateConfig, num_host_states, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.parallel import pipeline_parallel
@@ -51,8 +45,6 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
     if requested is None:
         return [tp for tp in TP_SIZES if not rejection_reason(inputs, tp)]
     field = f"spec.engine.tensorParallelSize: {requested}"
-    if reason := _folder_reason(inputs, requested):
-        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, f"{field}: {reason}; use 1, or remove the folder")
     if reason := unsupported_reason(inputs.model.shape, requested):
         possible = " or ".join(str(tp) for tp in TP_SIZES if not unsupported_reason(inputs.model.shape, tp))
         raise Unplannable(UnplannableReason.DOES_NOT_FIT, f"{field}: {reason}; use {possible}")
@@ -68,17 +60,10 @@ def allowed_tp_sizes(inputs: PlannerInputs) -> list[int]:
     return [requested]
 
 
-def _folder_reason(inputs: PlannerInputs, tp: int) -> str:
-    """Return the reason why cores of `tp` ranks cannot use the folder of kvCacheOffloading; "" if they can."""
-    offloading = inputs.engine.kvCacheOffloading
-    has_folder = offloading is not None and bool(offloading.secondary)
-    return UNSUPPORTED_FOLDER if has_folder and tp > 1 and inputs.model.shape.states is not None else ""
-
-
 def rejection_reason(inputs: PlannerInputs, tp: int) -> str:
     """Return the reason why the planner does not try `tp` GPUs; "" if it tries them. This is for specs that do not set
     tensorParallelSize."""
-    if reason := unsupported_reason(inputs.model.shape, tp) or _folder_reason(inputs, tp):
+    if reason := unsupported_reason(inputs.model.shape, tp):
         return f"not possible: {reason}"
     num_gpus = inputs.num_ranks(tp)
     if num_gpus > inputs.max_gpus:

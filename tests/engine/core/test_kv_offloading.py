@@ -128,33 +128,42 @@ def test_prefixes_continue_from_states_in_host_memory(
     assert states is not None and stats.host_cache_hits > 100
     assert states.host.num_stored > 2 and states.host.num_loaded > 0
     assert engine.memory.swap_bytes <= 2**21
-    ranks = {"kv_offloading_folder": str(tmp_path), "tensor_parallel_size": 2}
-    for refused, changes in (("kv_offloading_folder", ranks), ("kv_offloading_size", {"kv_offloading_size": 1e-6})):
-        settings = config(checkpoint, **({"kv_offloading_size": gib} | changes))
-        with pytest.raises(ConfigError, match=f"{refused}: .*state"):
-            Engine.from_config(settings)
+    with pytest.raises(ConfigError, match=r"kv_offloading_size: .*state"):
+        Engine.from_config(config(checkpoint, kv_offloading_size=1e-6))
 
 
-@pytest.mark.parametrize(("name", "is_async"), [("qwen3_5", True), ("lfm2", False), ("kimi_linear", False)])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("qwen3_5", {"async_scheduling": True}),
+        ("lfm2", {}),
+        ("kimi_linear", {}),
+        ("granite4-mamba", {"tensor_parallel_size": 2}),
+    ],
+)
 def test_prefixes_continue_from_states_of_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_async: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict[str, Any]
 ) -> None:
+    """A file has the parts of all ranks, and its last byte is in the part of the last one."""
     monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
     monkeypatch.setattr(state_config, "_MIN_SNAPSHOTS", 1)
     checkpoint = make_checkpoint(tmp_path / "model", name)
     expected = serve(Engine.from_config(config(checkpoint, 200, enable_prefix_caching=False)), {}, 2)
-    fields = {"kv_offloading_size": 2**21 / 2**30, "kv_offloading_folder": str(tmp_path / "kv"), "max_num_seqs": 2}
+    fields |= {"kv_offloading_size": 2**21 / 2**30, "kv_offloading_folder": str(tmp_path / "kv"), "max_num_seqs": 2}
     states: list[int] = []
-    for start in range(3):
-        engine = Engine.from_config(config(checkpoint, async_scheduling=is_async, **fields))
+    for start in range(4):
+        engine = engine_with_thread_workers(config(checkpoint, **fields))
         traffic = engine._scheduler.store_traffic
         assert traffic is not None and traffic.states is not None
         stores = traffic._store, traffic.states._store
-        files = [path for path in (tmp_path / "kv").rglob("[0-9a-f]" * 64) if path.is_file()]
-        size = max((path.stat().st_size for path in files), default=0)
-        for path in files if start == 2 else []:
-            if path.stat().st_size == size:  # those of one kind
+        representation = traffic.states._store._representation.hex()  # type: ignore[attr-defined]
+        for path in (tmp_path / "kv" / representation).rglob("[0-9a-f]" * 64) if start > 1 else []:
+            if start == 2:
                 path.write_bytes(path.read_bytes()[:-1] + b"?")
+            else:
+                path.unlink()
+        if start == 3:
+            monkeypatch.setattr(traffic.states._store, "write", lambda _keys, _rows, on_done: on_done(0))
         for store in stores:
             drain(store)
         assert serve(engine, {}, 2) == expected, "the same output in every state of the folder"
@@ -166,7 +175,7 @@ def test_prefixes_continue_from_states_of_a_folder(
         states.append(stats.num_folder_read_states)
         assert start > 0 or (stats.num_folder_written_states > 2 and stats.num_folder_written_blocks > 10)
         assert set(stats.folder_errors) == ({"corrupt"} if start == 2 else set())
-    assert states[0] < states[1]
+    assert states[0] < states[1] and states[3] == 0
 
 
 @pytest.mark.parametrize(

@@ -305,9 +305,9 @@ def test_counts_states_of_layers_with_linear_attention():
         message == f"spec.engine.kvCacheOffloading.memory: 64Mi: half of it is for states; raise it to {size} or more"
     )
     folder = "1Gi, secondary: [{folder: {emptyDir: {}}, size: 1Gi}]"
-    assert planner.make_plan(planner_inputs("qwen3.5", H100, tiers % folder)).tensorParallelSize.value == 1
-    _, message = unplannable("qwen3.5", H100, (tiers % folder).replace("engine: {", "engine: {tensorParallelSize: 2, "))
-    assert message.startswith("spec.engine.tensorParallelSize: 2: layers of this model have one state per")
+    for size in (1, 2):
+        spec = (tiers % folder).replace("engine: {", f"engine: {{tensorParallelSize: {size}, ")
+        assert planner.make_plan(planner_inputs("qwen3.5", H100, spec)).tensorParallelSize.value == size
     _, message = unplannable("qwen3.5", H100, (tiers % "1Gi").replace("engine: {", "engine: {kvTransfer: {}, "))
     assert message.startswith("spec.engine.kvTransfer: layers of this model have one state per")
 

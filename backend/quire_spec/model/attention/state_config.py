@@ -11,11 +11,6 @@ from quire_spec.model.hf_config import HFConfigReader
 
 UNSUPPORTED_PEERS = "layers of this model have one state per sequence, and pods do not read states of each other"
 """Why KV peers refuse a model whose layers have states."""
-UNSUPPORTED_FOLDER = (
-    "layers of this model have one state per sequence, and the parts of states that several ranks have are kept only "
-    "in host memory"
-)
-"""Why a folder of KV blocks refuses a model whose layers have states if a core has several ranks."""
 UNSUPPORTED_SWAP = (
     "layers of this model have one state per sequence, and the states of preempted sequences are not kept"
 )
