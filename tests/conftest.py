@@ -48,6 +48,14 @@ ALLOWED_SKIPS = re.compile(
 )
 """Reasons for which CI may skip a test. Any other skip fails there, because a missing program must not hide a suite."""
 
+LONG_FILES = ("tests/e2e/test_wheel.py", "tests/server/supervisor/test_supervisor.py", "tests/server/test_tracing.py")
+"""Files of one to two minutes that would be the last ones of `make test-server`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run long files first, so that the processes that run tests side by side end at about the same time."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
