@@ -278,11 +278,6 @@ CEL_RULE_CASES = [
         for message, engine, path in (
             ("dataParallelSize must be 1 with", {"dataParallelSize": 2}, "dataParallelSize"),
             ("speculativeConfig.method must be ngram", {"speculativeConfig": MEDUSA}, "speculativeConfig.method"),
-            (
-                "kvCacheOffloading.secondary must not be set with pipelineParallelSize",
-                {"kvCacheOffloading": _tiers({"emptyDir": {}})},
-                "kvCacheOffloading.secondary",
-            ),
         )
     ),
     *(

@@ -4,9 +4,10 @@ connections, process groups and rings as nodes on several machines."""
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nodocker_cluster.ports import free_ports
@@ -64,11 +65,18 @@ def group_config(config: EngineConfig, nnodes: int, folder: Path) -> EngineConfi
 
 
 @contextlib.contextmanager
-def start_engine(config: EngineConfig, nnodes: int, folder: Path, **runner_options: Any) -> Iterator[Engine]:
-    """Yield an engine whose workers and other nodes are threads. `folder` gets the files of the nodes."""
+def start_engine(
+    config: EngineConfig,
+    nnodes: int,
+    folder: Path,
+    node_changes: Mapping[str, Any] = MappingProxyType({}),
+    **runner_options: Any,
+) -> Iterator[Engine]:
+    """Yield an engine whose workers and other nodes are threads. `folder` gets the files of the nodes, whose
+    configuration has `node_changes`."""
     if nnodes > 1:
         config = group_config(config, nnodes, folder)
-    nodes = [ThreadNode(config, rank, folder) for rank in range(1, config.nnodes)]
+    nodes = [ThreadNode(replace(config, **node_changes), rank, folder) for rank in range(1, config.nnodes)]
     try:
         yield engine_with_thread_workers(config, **runner_options)
     finally:

@@ -100,9 +100,9 @@ class Engine:
         if store is None and config.kv_offloading_folder is not None:
             if rows is None:
                 raise _too_few_rows(config)
-            store = _open_store(config, rows, runner.host_state_rows)
+            store = _open_store(config, rows, runner.host_state_rows, runner.swap_costs.num_host_blocks)
             if runner.host_state_rows is not None:
-                state_store = _open_store(config, runner.host_state_rows, rows)
+                state_store = _open_store(config, runner.host_state_rows, rows, 0)
         self.config = config
         self.shape: ModelConfig = checkpoint.shape
         self.memory = memory
@@ -675,24 +675,26 @@ def check_max_model_len(config: EngineConfig, shape: ModelConfig) -> int:
     return config.max_model_len or limit
 
 
-def _open_store(config: EngineConfig, rows: HostRows, other_rows: HostRows | None) -> KVStore:
+def _open_store(config: EngineConfig, rows: HostRows, other_rows: HostRows | None, num_rows: int) -> KVStore:
     """Open the folder of `kv_offloading_folder` for KV blocks or states. `other_rows` are those of the other kind, if
-    the folder holds both.
+    the folder holds both. `num_rows` is the number of rows that other nodes have, too.
 
     Raises:
         ConfigError: the folder cannot be used.
+        Unavailable: another node cannot use its folder.
     """
     # Imported here, because most engines have no store.
     from quire_engine.kv_transfer.folder_store import FolderStore, row_bytes
+    from quire_engine.kv_transfer.group_folder import GroupFolder
 
     assert config.kv_offloading_folder is not None
     size = config.kv_offloading_folder_size
-    num_writers = config.data_parallel_size * (1 if other_rows is None else 2)
+    num_writers = config.data_parallel_size * config.nnodes * (1 if other_rows is None else 2)
     try:
-        return FolderStore(
+        store = FolderStore(
             Path(config.kv_offloading_folder),
             rows,
-            _parallel(config),
+            _parallel(config) + ("" if rows.nodes is None else ", node 0"),
             None if size is None else int(size * 2**30),
             num_writers,
             0 if other_rows is None else row_bytes(other_rows),
@@ -702,6 +704,10 @@ def _open_store(config: EngineConfig, rows: HostRows, other_rows: HostRows | Non
             f"kv_offloading_folder: {config.kv_offloading_folder!r} cannot be used: {error}; give a folder that this "
             "process can write"
         ) from error
+    if rows.nodes is None:
+        return store
+    rows.nodes.open_folder(rows.layout, _parallel(config), num_rows)
+    return GroupFolder(store, rows, rows.nodes)
 
 
 def _too_few_rows(config: EngineConfig) -> ConfigError:

@@ -249,8 +249,12 @@ class WorkerGroup:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Stop all workers."""
+        """Stop all workers. Threads that still wait for a reply get RunnerLost."""
         self._closing = True
+        with self._condition:
+            if self._lost_error is None:
+                self._lost_error = RunnerLost("the engine was closed")
+            self._condition.notify_all()
         self._kill_workers()
         self._abort_communicator()
         if threading.current_thread() is not self._watch_thread:

@@ -10,10 +10,20 @@ from quire_spec.engine.config import EngineConfig
 from quire_spec.protocol.rank_wire import Node
 
 OWN_FIELDS = frozenset(
-    ("model", "revision", "download_dir", "chat_template", "generation_config", "master_addr", "rank_key_file")
+    (
+        "model",
+        "revision",
+        "download_dir",
+        "chat_template",
+        "generation_config",
+        "master_addr",
+        "rank_key_file",
+        "kv_offloading_folder_size",
+    )
 )
 """Fields of EngineConfig that may differ between nodes. The fingerprint stands for the model; the first node alone
-renders templates. Of `kv_transfer`, only the port must be equal."""
+renders templates. Of `kv_transfer`, only the port must be equal, and of `kv_offloading_folder` only whether it is
+set."""
 
 
 def node_identity(config: EngineConfig, checkpoint: Checkpoint, node_rank: int, generation: int = 0) -> Node:
@@ -22,4 +32,5 @@ def node_identity(config: EngineConfig, checkpoint: Checkpoint, node_rank: int, 
     fields = {name: value for name, value in config.to_json().items() if name not in OWN_FIELDS}
     if config.kv_transfer is not None:
         fields["kv_transfer"] = {"port": config.kv_transfer.port}
+    fields["kv_offloading_folder"] = config.kv_offloading_folder is not None
     return Node(node_rank, generation, version("quire-llm"), checkpoint.fingerprint, json.dumps(fields, sort_keys=True))

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ from quire_engine.distributed.rank_relay import RankRelay, RelayEnded
 from quire_engine.distributed.shm_ring import ELEMENT_BYTES, Doorbell, SharedMemoryRing, notify_all
 from quire_engine.distributed.worker_handle import WorkerChannels, WorkerHandle, WorkerProcess
 from quire_engine.executor.node_identity import node_identity
-from quire_engine.executor.node_rows import CALLS, NodeRows
+from quire_engine.executor.node_rows import CALLS, FOLDER_CALLS, NodeRows
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import Internal, QuireError
@@ -73,7 +74,7 @@ class RankNode:
         self._folder, self._start_worker = folder, start_worker
         self._generation_file = folder / f"generation-{node_rank}"
         self._join_at = join_at
-        self._rows = None if config.kv_transfer is None else NodeRows(config.kv_transfer, node_rank)
+        self._rows = NodeRows(config, node_rank) if config.shares_blocks else None
         self._relay: _RankRelay | None = None
         self._is_closing = False
 
@@ -232,7 +233,9 @@ class _RankRelay(RankRelay):
         document = _parse(call)
         if (name := document.get("call")) in CALLS and self._rows is not None:
             self._rows.prepare(document)
-            if name != "end_read":
+            if name in FOLDER_CALLS:
+                self._start_folder_call(rank, document)
+            elif name != "end_read":
                 threading.Thread(target=self._run_row_call, args=(rank, document), name=name, daemon=True).start()
             return
         match name:
@@ -272,13 +275,28 @@ class _RankRelay(RankRelay):
     def _run_row_call(self, rank: int, document: dict[str, Any]) -> None:
         """Answer a call about rows of host memory."""
         assert self._rows is not None
-        value: list[int | str] | int = 0
-        error = None
         try:
-            value = self._rows.run(document)
+            self._send_value(rank, document, self._rows.run(document))
         except Exception as failure:
-            logger.exception("call failed call=%s", document["call"])
-            error = [Internal.code.value, f"{type(failure).__name__}: {failure}"[:1000]]
+            self._send_failure(rank, document, failure)
+
+    def _start_folder_call(self, rank: int, document: dict[str, Any]) -> None:
+        """Start a transfer between rows and the folder of this node. A thread of the folder answers the call."""
+        assert self._rows is not None
+        try:
+            self._rows.start_transfer(document, partial(self._send_value, rank, document))
+        except Exception as failure:
+            self._send_failure(rank, document, failure)
+
+    def _send_failure(self, rank: int, document: dict[str, Any], failure: Exception) -> None:
+        is_expected = isinstance(failure, QuireError)
+        text = str(failure) if is_expected else f"{type(failure).__name__}: {failure}"
+        code = failure.code if isinstance(failure, QuireError) else Internal.code
+        error = [code.value, text[:1000]]
+        logger.error("call failed call=%s error=%s", document["call"], text, exc_info=None if is_expected else failure)
+        self._send_value(rank, document, 0, error)
+
+    def _send_value(self, rank: int, document: dict[str, Any], value: object, error: list[str] | None = None) -> None:
         reply = {"id": document["id"], "error": error, "value": value}
         with contextlib.suppress(OSError):
             self.connection.send(Kind.CALL, rank, json.dumps(reply).encode())

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of host memory of a core with several ranks. Each rank copies its part of a row (kv_cache/row_file.py)."""
 
+import logging
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from quire_engine.distributed.other_nodes import OtherNodes
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.kv_cache.host_swap import HostSwap
-from quire_engine.kv_transfer.store import HostRows, NodeRead, NodeReads, OtherNodesRows
-from quire_engine.step.plan import SwapCopy
+from quire_engine.kv_transfer.store import FolderReplies, FolderReply, HostRows, NodeRead, NodeReads, OtherNodesRows
+from quire_engine.step.plan import RunnerLost, SwapCopy
 from quire_spec.engine.kv_transfer_config import PeerAddress
+from quire_spec.errors import QuireError
 from quire_spec.protocol.kv_wire import RowLayout
 
 _COPIES_OF_A_CALL = 1024
 """A call is one packet."""
+_BLOCKS_OF_A_CALL = 512
+"""A key takes 67 bytes of a call, and a row up to 12."""
+
+logger = logging.getLogger(__name__)
 
 
 class RankRows(HostRows):
@@ -105,12 +112,7 @@ class _OtherNodesRows(OtherNodesRows):
         Raises:
             RunnerLost: a rank has ended.
         """
-        document = msgspec.to_builtins(layout)
-        for node_rank, row_bytes in list(enumerate(self._node_bytes))[1:]:
-            call = self._worker_group.start_node_call(
-                node_rank, "share_rows", layout=document, num_rows=num_rows, row_bytes=row_bytes
-            )
-            self._worker_group.wait_call(call)
+        self._call_nodes("share_rows", layout=msgspec.to_builtins(layout), num_rows=num_rows)
 
     def start_read(self, peers: Sequence[PeerAddress], lease: bytes, rows: Sequence[tuple[int, int]]) -> NodeReads:
         """See OtherNodesRows.
@@ -125,6 +127,62 @@ class _OtherNodesRows(OtherNodesRows):
             for node_rank, peer in enumerate(peers, 1)
         ]
         return _NodeReads(self._worker_group, lease, calls)
+
+    def open_folder(self, layout: str, parallel: str, num_rows: int) -> None:
+        """See OtherNodesRows."""
+        self._call_nodes("open_folder", layout=layout, parallel=parallel, num_rows=num_rows)
+
+    def start_folder_read(self, keys: Sequence[bytes], rows: Sequence[int]) -> FolderReplies:
+        """See OtherNodesRows."""
+        return self._start_folder_calls("read_folder", keys, rows)
+
+    def start_folder_write(self, keys: Sequence[bytes], rows: Sequence[int]) -> FolderReplies:
+        """See OtherNodesRows."""
+        return self._start_folder_calls("write_folder", keys, rows)
+
+    def _start_folder_calls(self, name: str, keys: Sequence[bytes], rows: Sequence[int]) -> FolderReplies:
+        starts, names = range(0, len(keys), _BLOCKS_OF_A_CALL), [key.hex() for key in keys]
+        parts = [slice(start, min(start + _BLOCKS_OF_A_CALL, len(keys))) for start in starts]
+        calls = [
+            [
+                (self._worker_group.start_node_call(node_rank, name, keys=names[part], rows=list(rows[part])), part)
+                for part in parts
+            ]
+            for node_rank in range(1, len(self._node_bytes))
+        ]
+        return _FolderReplies(self._worker_group, calls)
+
+    def _call_nodes(self, name: str, **args: Any) -> None:
+        """Call each node with the bytes of its rows, and wait for its reply."""
+        for node_rank, row_bytes in list(enumerate(self._node_bytes))[1:]:
+            call = self._worker_group.start_node_call(node_rank, name, row_bytes=row_bytes, **args)
+            self._worker_group.wait_call(call)
+
+
+class _FolderReplies(FolderReplies):
+    """The calls of each node about its folder, from node 1, with the blocks of each call."""
+
+    def __init__(self, worker_group: WorkerGroup, calls: Sequence[Sequence[tuple[int, slice]]]) -> None:
+        self._worker_group, self._calls = worker_group, calls
+
+    def wait(self) -> list[FolderReply]:
+        """See FolderReplies."""
+        return [self._wait_node(node_rank, calls) for node_rank, calls in enumerate(self._calls, 1)]
+
+    def _wait_node(self, node_rank: int, calls: Sequence[tuple[int, slice]]) -> FolderReply:
+        num_blocks, absent, errors = 0, list[int](), dict[str, int]()
+        for call, part in calls:
+            try:
+                ((num_done, missing, errors),) = self._worker_group.wait_call(call)
+            except RunnerLost:
+                raise
+            except QuireError as error:
+                logger.warning("kv folder: node %d failed error=%s", node_rank, error)
+                num_done, missing = 0, []
+            if num_blocks == part.start:
+                num_blocks += num_done
+            absent += [part.start + number for number in missing]
+        return FolderReply(num_blocks, absent, errors)
 
 
 class _NodeReads(NodeReads):

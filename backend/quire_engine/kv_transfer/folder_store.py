@@ -29,7 +29,7 @@ from quire_engine.kv_cache.block_hash import LAYOUT_VERSION
 from quire_engine.kv_transfer.daemon_threads import DaemonThreads
 from quire_engine.kv_transfer.key_index import KeyIndex
 from quire_engine.kv_transfer.read_time import ReadTime
-from quire_engine.kv_transfer.store import HostRows, KVStore
+from quire_engine.kv_transfer.store import KVStore, RowBuffers
 
 _MAGIC, _VERSION = b"QKV1", 1
 _HEADER = struct.Struct("<4sHH16s32sQ16s")
@@ -62,7 +62,7 @@ class FolderStore(KVStore):
     def __init__(
         self,
         root: Path,
-        rows: HostRows,
+        rows: RowBuffers,
         parallel: str,
         max_bytes: int | None = None,
         num_writers: int = 1,
@@ -73,7 +73,8 @@ class FolderStore(KVStore):
         Args:
             root: the folder.
             rows: host memory of this process.
-            parallel: the numbers of ranks that have parts of a row; others do not share files.
+            parallel: the numbers of ranks that have parts of a row, and the node whose parts these rows are. Others do
+                not share files.
             max_bytes: maximum size of all files together, also of other models; None: half of the space that is free.
                 Between two sweeps, the files can exceed it by an eighth.
             num_writers: number of processes that share this quota and write at the same time. A process that writes two
@@ -126,6 +127,14 @@ class FolderStore(KVStore):
             self._scan_later()
         return next((number for number, key in enumerate(keys) if key not in self._index), len(keys))
 
+    def absent(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the numbers of the keys that have no file. Unlike `contains`, it waits for the disk."""
+        return [number for number, key in enumerate(keys) if not self._has_file(key)]
+
+    def forget(self, key: bytes) -> None:
+        """Do not return a block from `contains` until it is written again or its folder has changed."""
+        self._index.discard(key)
+
     def read(
         self,
         keys: Sequence[bytes],
@@ -168,6 +177,14 @@ class FolderStore(KVStore):
                 return
             self._read_time.add(time.perf_counter() - start)
             yield
+
+    def _has_file(self, key: bytes) -> bool:
+        try:
+            with self._open_folder(*self._folder_names(key)) as folder:
+                os.stat(key.hex(), dir_fd=folder, follow_symlinks=False)
+        except OSError:
+            return False
+        return True
 
     def _read_block(self, key: bytes, row: int) -> str:
         """Read one file into a row. Return the reason if this is a miss. A file that is wrong is deleted."""
@@ -388,7 +405,7 @@ class FolderStore(KVStore):
             logger.warning("kv folder: first miss or failed write of its kind reason=%s", reason)
 
 
-def row_bytes(rows: HostRows) -> int:
+def row_bytes(rows: RowBuffers) -> int:
     """Return the bytes of a row."""
     return sum(len(buffer) for buffer in rows.buffers(0))
 

@@ -4,7 +4,7 @@
 Torch-free. The scheduler uses a store through `StoreTraffic`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from quire_engine.step.plan import SwapCopy
@@ -38,6 +38,29 @@ class NodeReads(Protocol):
         """Let all nodes end their reads soon."""
 
 
+@dataclass(frozen=True, slots=True)
+class FolderReply:
+    """Result of another node that has read or written its parts of blocks in its own folder."""
+
+    num_blocks: int
+    """Number of first blocks whose parts were read and checked, or written."""
+    absent: Sequence[int] = ()
+    """Numbers of the other blocks that have no file there."""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """Number of all errors of that folder, by reason."""
+
+
+class FolderReplies(Protocol):
+    """Results of all other nodes of calls that were started together."""
+
+    def wait(self) -> list[FolderReply]:
+        """Wait for all nodes; return the result of each one, from node 1.
+
+        Raises:
+            RunnerLost: a rank has ended. Nothing uses the rows any longer.
+        """
+
+
 class OtherNodesRows(Protocol):
     """The parts of the rows of host memory that other nodes of the group have. A row has the same number on all
     nodes."""
@@ -57,9 +80,27 @@ class OtherNodesRows(Protocol):
         """Let each node read its parts of leased rows from one of `peers`. `rows` are pairs of the address there and of
         the row here."""
 
+    def open_folder(self, layout: str, parallel: str, num_rows: int) -> None:
+        """Let each node open the folder of its own configuration for its parts of blocks; see FolderStore. Called
+        once.
 
-class HostRows(Protocol):
-    """Rows of host memory, each of which holds one block. The core copies blocks between the device and these rows."""
+        Raises:
+            QuireError: a node cannot use its folder, or a rank has ended.
+        """
+
+    def start_folder_read(self, keys: Sequence[bytes], rows: Sequence[int]) -> FolderReplies:
+        """Let each node read its parts of blocks from its folder into rows.
+
+        Raises:
+            RunnerLost: a rank has ended.
+        """
+
+    def start_folder_write(self, keys: Sequence[bytes], rows: Sequence[int]) -> FolderReplies:
+        """Let each node write its parts of rows to its folder; raises RunnerLost."""
+
+
+class RowBuffers(Protocol):
+    """The bytes of rows of host memory, each of which holds one block or a part of it."""
 
     @property
     def layout(self) -> str:
@@ -67,6 +108,13 @@ class HostRows(Protocol):
 
     def buffers(self, row: int) -> list[memoryview]:
         """Return the bytes of a row. Every row has buffers of the same sizes."""
+
+    def synchronize(self) -> None:
+        """Wait until the copies that were started before are complete. Any thread can call this."""
+
+
+class HostRows(RowBuffers, Protocol):
+    """Rows of host memory, each of which holds one block. The core copies blocks between the device and these rows."""
 
     @property
     def file(self) -> int | None:
@@ -80,9 +128,6 @@ class HostRows(Protocol):
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
         """Start the copies to host memory, then the copies from host memory. Only the thread of the steps calls
         this."""
-
-    def synchronize(self) -> None:
-        """Wait until the copies that were started before are complete. Any thread can call this."""
 
 
 class KVStore(Protocol):

@@ -205,7 +205,8 @@ class EngineConfig:
     kv_offloading_folder: str | None = None
     """Folder that keeps the KV blocks of the host memory of kv_offloading_size in files; None: there is no folder.
 
-    Several processes and pods with the same model can share it. Blocks in it survive a restart. With a folder, every
+    Several processes and pods with the same model can share it. Blocks in it survive a restart. With several nodes,
+    each node keeps the parts of its own layers in its own folder. With a folder, every
     byte of the weights is hashed once, before the first start.
     """
 
@@ -619,11 +620,6 @@ class EngineConfig:
         size = self.kv_offloading_folder_size
         if size is not None and not 0.0 < size < math.inf:
             raise ConfigError(f"kv_offloading_folder_size: must be a size in GiB above 0, got {size}; or omit it")
-        if self.nnodes > 1:
-            raise ConfigError(
-                f"kv_offloading_folder: not possible with nnodes {self.nnodes}, because each node has only the parts "
-                "of its own layers; remove it"
-            )
         self._check_store("kv_offloading_folder", "files do not name")
 
     def _check_store(self, field: str, unknown: str) -> None:

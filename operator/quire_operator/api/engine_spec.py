@@ -278,12 +278,6 @@ class EngineSpec(RoleEngineSpec):
             "speculativeConfig.method must be ngram or suffix with pipelineParallelSize above 1, because drafts of a "
             "model need all layers in one process; change the method, or remove one of the two.",
         ),
-        Rule(
-            "!has(self.pipelineParallelSize) || self.pipelineParallelSize == 1 || !has(self.kvCacheOffloading) || "
-            "!has(self.kvCacheOffloading.secondary) || size(self.kvCacheOffloading.secondary) == 0",
-            "kvCacheOffloading.secondary must not be set with pipelineParallelSize above 1, because a node has only "
-            "the KV blocks of its own layers; remove one of the two.",
-        ),
     )
 
     maxModelLen: int | None = schema_field(None, minimum=16, maximum=16777216, planned=True)

@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines give the same greedy output with and without a cache of KV blocks in host memory."""
 
+import contextlib
 import functools
 import queue
 import random
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from support.folder_store import drain
+from support.thread_nodes import start_engine
 from support.thread_workers import engine_with_thread_workers
 from support.tiered_engine import tiered_config as config
 from support.tiny_checkpoints import VOCAB, make_adapter, make_checkpoint
 
 from quire_engine.core.engine import Engine
 from quire_engine.core.engine_loop import EngineLoop
+from quire_engine.executor.node_rows import NodeRows
 from quire_engine.kv_cache.swap_policy import SwapCosts
 from quire_engine.kv_transfer import store_traffic
+from quire_engine.kv_transfer.group_folder import GroupFolder
 from quire_engine.weights.checkpoint import Checkpoint
 from quire_spec.engine.sampling_params import SamplingParams
-from quire_spec.errors import ConfigError
+from quire_spec.errors import ConfigError, Unavailable
 from quire_spec.model.attention import state_config
 from quire_spec.protocol.messages import SequenceRequest, StepResult
 
@@ -226,6 +230,126 @@ def test_folder_survives_a_restart_and_serves_only_the_same_model(
     assert traffic is not None and traffic.num_read_blocks == 0
 
 
+class NodeFolders:
+    """A group of two nodes, each with a folder of its own."""
+
+    def __init__(self, model: Path, adapters: dict[str, Path], folder: Path) -> None:
+        self.adapters, self.folder = adapters, folder
+        self.own, self.other = folder / "kv0", folder / "kv1"
+        fields: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "kv_offloading_folder": str(self.own)}
+        self.config = config(model, 60, 60, pipeline_parallel_size=2, **fields)
+        alone = Engine.from_config(config(model, 60, enable_prefix_caching=False, enable_lora=True, max_loras=2))
+        self._load_adapters(alone)
+        self.expected = self.ask(alone)
+
+    @contextlib.contextmanager
+    def start(self, other: Path | None = None) -> Iterator[Engine]:
+        changes = {"kv_offloading_folder": str(other or self.other)}
+        with start_engine(self.config, 2, self.folder, changes) as engine:
+            self._load_adapters(engine)
+            drain(self.traffic(engine)._store)
+            yield engine
+
+    def run(self, other: Path | None = None) -> tuple[int, dict[str, int]]:
+        """Start the group, and ask twice, so that blocks are stored. Return the number of blocks that were read from
+        the folders, and their errors."""
+        with self.start(other) as engine:
+            assert self.ask(engine) == self.expected
+            num_read = self.traffic(engine).num_read_blocks
+            assert self.ask(engine) == self.expected
+            # Blocks are copied to host memory by later steps.
+            assert self.ask(engine) == self.expected
+            self.settle(engine)
+            return num_read, engine.stats().folder_errors
+
+    def ask(self, engine: Engine) -> dict[int, list[int]]:
+        outputs: dict[int, list[int]] = {}
+        for number, digest in enumerate((None, *self.adapters)):
+            outputs[number] = []
+            engine.add(SequenceRequest(number, PREFIXES[0], replace(PARAMS, max_tokens=6), digest, None, []))
+            while engine.has_work:
+                step(engine, outputs)
+        return outputs
+
+    def settle(self, engine: Engine) -> None:
+        drain(self.traffic(engine)._store)
+        self.traffic(engine).poll()
+        engine.check_integrity()
+        assert not self.traffic(engine).held_rows
+
+    @staticmethod
+    def traffic(engine: Engine) -> store_traffic.StoreTraffic:
+        traffic = engine._scheduler.store_traffic
+        assert traffic is not None and isinstance(traffic._store, GroupFolder)
+        return traffic
+
+    def _load_adapters(self, engine: Engine) -> None:
+        for digest, path in self.adapters.items():
+            engine.add_adapter(digest, path, engine.read_adapter(path))
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("[0-9a-f]" * 64) if path.is_file()]
+
+
+@pytest.fixture
+def node_folders(
+    folder: Path, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> NodeFolders:
+    monkeypatch.setattr(SwapCosts, "is_worthwhile", lambda *_: True)
+    return NodeFolders(folder, adapters, tmp_path)
+
+
+def test_a_group_reads_only_blocks_of_which_every_node_has_its_part(node_folders: NodeFolders, tmp_path: Path) -> None:
+    own, other = node_folders.own, node_folders.other
+    assert node_folders.run() == (0, {})
+    num_files = len(files(own))
+    assert num_files > 10 and {path.name for path in files(own)} == {path.name for path in files(other)}
+    assert node_folders.run() == (num_files, {}), "all files are read after a restart"
+    shutil.rmtree(other)
+    assert node_folders.run() == (0, {}), "nothing is read if one node has lost its folder"
+    assert len(files(other)) == num_files, "what the node lacked is written again"
+    for path in files(other):
+        path.write_bytes((data := path.read_bytes())[:-1] + bytes([data[-1] ^ 1]))
+    assert node_folders.run() == (0, {"corrupt": 3}), "one miss for each of the three prompts"
+    shutil.rmtree(own)
+    assert node_folders.run() == (0, {})
+    shutil.copytree(own, swapped := tmp_path / "swapped")
+    assert node_folders.run(swapped) == (0, {}), "the parts of another node are not read"
+    assert [node_folders.run(own)[0] for _ in range(2)] == [0, num_files], "nodes can share one folder"
+
+
+def test_a_group_does_not_wait_for_a_node_that_is_late_or_cannot_write(
+    node_folders: NodeFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node_folders.run()
+    monkeypatch.setattr(store_traffic, "READ_DEADLINE_S", 0.2)
+    released, start_transfer = threading.Event(), NodeRows.start_transfer
+
+    def hang(rows: NodeRows, call: dict[str, Any], reply: Callable[[list[Any]], None]) -> None:
+        start_transfer(rows, call, lambda values: (released.wait(60), reply(values))[1])
+
+    monkeypatch.setattr(NodeRows, "start_transfer", hang)
+    with node_folders.start() as engine:
+        try:
+            assert node_folders.ask(engine) == node_folders.expected
+            assert node_folders.traffic(engine).num_read_blocks == 0 < len(node_folders.traffic(engine).held_rows)
+        finally:
+            released.set()
+        node_folders.settle(engine)
+        assert node_folders.traffic(engine).num_read_blocks > 0, "the answer serves later requests"
+    monkeypatch.setattr(NodeRows, "start_transfer", start_transfer)
+    shutil.rmtree(node_folders.own)
+    shutil.rmtree(node_folders.other)
+    node_folders.other.touch()
+    with pytest.raises(Unavailable, match=r"^kv_offloading_folder: '.*kv1' cannot be used on node 1: .*; give a fol"):
+        node_folders.run()
+    node_folders.other.unlink()
+    monkeypatch.setattr(NodeRows, "start_transfer", lambda *_: 1 / 0)
+    assert node_folders.run() == (0, {}), "a defect of a node is a miss"
+    assert not files(node_folders.other)
+
+
 def test_loop_computes_a_prompt_when_the_store_is_late(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -260,9 +384,6 @@ def test_offloading_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
         Engine.from_config(config(folder, kv_offloading_size=1e6))
     with pytest.raises(ConfigError, match=r"^kv_offloading_folder: needs kv_offloading_size"):
         config(folder, kv_offloading_folder="kv")
-    nodes = {"pipeline_parallel_size": 2, "nnodes": 2, "rank_key_file": "key"}
-    with pytest.raises(ConfigError, match=r"^kv_offloading_folder: not possible with nnodes 2"):
-        config(folder, num_host_blocks=10, kv_offloading_folder="kv", **nodes)
     with pytest.raises(ConfigError, match=r"^kv_offloading_folder: not possible with a drafter"):
         draft = {"method": "draft_model", "model": "d", "num_speculative_tokens": 2}
         config(folder, num_host_blocks=10, kv_offloading_folder="kv", speculative_config=draft)

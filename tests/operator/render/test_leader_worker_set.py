@@ -50,6 +50,16 @@ def test_the_leader_is_the_pod_of_a_deployment_and_workers_run_ranks_of_it():
     assert field in objects["Secret", "all-admin"]["data"] == alone["Secret", "all-admin"]["data"]
 
 
+def test_each_pod_of_a_group_has_the_folder_of_its_own_kv_blocks():
+    tiers = "{memory: 16Gi, secondary: [{folder: {emptyDir: {}}, size: 40Gi}]}"
+    objects = rendered_objects(llm_service(TWO_NODES.replace("Size: 2", f"Size: 2, kvCacheOffloading: {tiers}")))
+    path = pod_document(objects.values())["engine"]["kv_offloading_folder"]
+    for template in (group_of(objects)["leaderTemplate"], group_of(objects)["workerTemplate"]):
+        (mount,) = (mount for mount in server(template)["volumeMounts"] if mount["mountPath"] == path)
+        (volume,) = (volume for volume in template["spec"]["volumes"] if volume["name"] == mount["name"])
+        assert volume["emptyDir"]["sizeLimit"] == server(template)["resources"]["requests"]["ephemeral-storage"]
+
+
 def test_the_set_has_the_fields_of_0_8_that_groups_need():
     spec = only_of_kind(rendered_objects(llm_service(TWO_NODES)), "LeaderWorkerSet")["spec"]
     templates = {name: spec["leaderWorkerTemplate"].pop(name) for name in ("leaderTemplate", "workerTemplate")}
