@@ -55,6 +55,8 @@ _HEADS = {
     "Model": "none",
 }
 """Maps the end of a name in `architectures` to the head of a decoder. Longer ends come first."""
+_NO_TEXT = re.compile(r"(For(?!CausalLM$)[A-Z]\w*|(?<!LMHead)Model)$")
+"""Ends of the names of architectures whose classes in transformers do not continue a text."""
 _SENTENCE_FILE = "sentence_bert_config.json"
 """sentence-transformers writes the maximum length of a text into this file."""
 _TEXT_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -413,6 +415,7 @@ class ModelConfig:
     @classmethod
     def _from_native(cls, config: Mapping[str, Any], name: str) -> Self:
         """Read a config.json for a class of Quire."""
+        given = name
         architecture, head = _split_head(name)
         if _ENCODER.fullmatch(architecture):
             raise ConfigError(
@@ -434,8 +437,8 @@ class ModelConfig:
         known_types = [info.model_type for info in ARCHITECTURES.values()]
         if model_type != architecture_info.model_type and model_type in known_types:
             raise ConfigError(
-                f"config.json: model_type of architecture {architecture!r} must be {architecture_info.model_type!r}, "
-                f"got {model_type!r}; correct one of them"
+                f"config.json: model_type of architecture {given!r} must be {architecture_info.model_type!r}, got "
+                f"{model_type!r}; correct one of them"
             )
         images = ImageConfig.from_config(config)
         if architecture_info.text_types:
@@ -561,8 +564,20 @@ def _split_head(name: str) -> tuple[str, str]:
 
 def _unserved_reason(architecture: str) -> str:
     """Return why no class of transformers can compute an architecture that is not in the table."""
-    unknown = f"transformers {table.VERSION} has no class of this name for generating text"
-    return table.REFUSED.get(architecture, unknown)
+    if architecture in table.REFUSED:
+        return table.REFUSED[architecture]
+    end = _NO_TEXT.search(architecture)
+    if end is None:
+        return f"transformers {table.VERSION} has no class of this name for generating text"
+    if end[0] == "ForConditionalGeneration":
+        return (
+            "a name that ends in ForConditionalGeneration is one of a model that reads images, sound or a second text, "
+            "and only models that read one text are served with a class of transformers"
+        )
+    return (
+        "only models that generate text are served with a class of transformers, and a model with a name that ends in "
+        f"{end[0]} does not"
+    )
 
 
 def _translated_reader(config: Mapping[str, Any], architecture_info: Architecture) -> HFConfigReader:

@@ -400,6 +400,10 @@ def test_windows_of_classes_of_transformers_come_from_layer_types():
             "transformers",
             "'XForCausalLM' cannot be served with model_impl transformers: transformers 5.24 has no class of this name",
         ),
+        (STABLELM | {"architectures": ["GPT2ForSequenceClassification"]}, "auto", "ForSequenceClassification does not"),
+        (STABLELM | {"architectures": ["LlamaModel"]}, "transformers", "generate text .* ends in Model does not"),
+        (STABLELM | {"architectures": ["XLMHeadModel"]}, "auto", "has no class of this name for generating text"),
+        (STABLELM | {"architectures": ["T5ForConditionalGeneration"]}, "auto", "reads images, sound or a second text"),
         (
             NUMBERS | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "mish"},
             "auto",
