@@ -4,6 +4,7 @@
 import io
 import json
 import random
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -71,8 +72,9 @@ def make_image_checkpoint(folder: Path, name: str, max_soft_tokens: int = MAX_SO
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
         return folder
     if name == "gemma3-vision":
-        vision.image_size, config.mm_tokens_per_image = 84, 9
+        vision.image_size, config.mm_tokens_per_image, vision.vision_use_head = 84, 9, False
         write_checkpoint(folder, config, sum(map(ord, name)))
+        _draw_tower(folder)
         settings = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 84, "width": 84}}
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
         return folder
@@ -84,6 +86,7 @@ def make_image_checkpoint(folder: Path, name: str, max_soft_tokens: int = MAX_SO
         "merge_size": vision.spatial_merge_size,
     }
     write_checkpoint(folder, config, sum(map(ord, name)))
+    _draw_tower(folder)
     settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return folder
@@ -94,7 +97,7 @@ def _draw_tower(folder: Path) -> None:
     show."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if "vision" not in name and "multi_modal_projector" not in name:
+        if not re.search("vision|visual|multi_modal_projector", name):
             continue
         if name.endswith(("_min", "_max")):  # bounds of activations, low enough to clamp some
             scale = 0.05 if "down_proj" in name else 0.5

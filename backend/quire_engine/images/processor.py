@@ -117,6 +117,7 @@ def _load_processor(folder: Path, images: ImageConfig) -> Any:
 
 def _decode(data: bytes) -> Any:
     """Return an image of Pillow in RGB. Only its first frame is used."""
+    import numpy as np
     from PIL import Image, ImageOps
 
     try:
@@ -128,6 +129,9 @@ def _decode(data: bytes) -> Any:
             raise InvalidArgument(
                 f"has {image.width} x {image.height} pixels, but at most {MAX_PIXELS} are allowed; send a smaller one"
             )
+        if image.mode.startswith("I;16"):
+            # Pillow would cut off all values above 255, so that almost all of the image would be white.
+            image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
         image = ImageOps.exif_transpose(image)
         if image.has_transparency_data:
             # As in vLLM, a transparent background is white.
