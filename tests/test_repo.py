@@ -95,7 +95,9 @@ def test_readme_names_exactly_two_commands_to_set_up():
 
 def test_continuous_integration_runs_every_test_command():
     targets = re.findall(r"^(test[a-z-]*|emulated|e2e):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    commands = re.findall(r"^(?:run|begin) \S+ (?:nice -n 10 )?make (.*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    commands = re.findall(
+        r"^(?:run|begin) \S+ (?:nice -n 10 )?make (.*)$", (ROOT / ".ci/run").read_text(), re.MULTILINE
+    )
     assert set(targets) >= {"test", "test-server", "test-cluster"}
     # Its builds take 15 minutes.
     assert set(targets) - {"test-controllers"} <= set(" ".join(commands).split())

@@ -54,6 +54,17 @@ def numbers(cluster, namespace):
     return {role: len(found) for role, found in pods(cluster, namespace).items()}
 
 
+def objects_of_groups(cluster, namespace):
+    """Names of the NetworkPolicies and Services that only groups of several nodes need."""
+    kinds = {("networking.k8s.io/v1", "NetworkPolicy"): "-group", ("v1", "Service"): "-nodes"}
+    return {
+        body["metadata"]["name"]
+        for kind, suffix in kinds.items()
+        for body in cluster.items(*kind, namespace)
+        if body["metadata"]["name"].endswith(suffix)
+    }
+
+
 def uids(cluster, namespace):
     return {pod["metadata"]["uid"] for found in pods(cluster, namespace).values() for pod in found.values()}
 
@@ -169,9 +180,22 @@ def test_roles_of_several_nodes_are_made_scaled_and_replaced_together(operator, 
     wait_ready(operator, name)
     assert numbers(cluster, namespace) == {"prefill": 2, "decode": 2} and not before & uids(cluster, namespace)
     wait_for(lambda: workers() == ["decode", "decode", "prefill", "prefill"], 20, "only workers of the new revision")
+    missing = []
+
+    def is_replaced():
+        """Also the workers that are ending reach their leader and the groups of the other role."""
+        found = objects_of_groups(cluster, namespace)
+        pods_now = [pod["metadata"]["labels"] for pod in cluster.items("v1", "Pod", namespace)]
+        ending = {label["llm-d.ai/role"] for label in pods_now if label.get("app.kubernetes.io/component") == "worker"}
+        missing.extend({f"{name}-{role}-{what}" for role in ending for what in ("group", "nodes")} - found)
+        return not ending
+
+    assert len(objects_of_groups(cluster, namespace)) == 4
     cluster.merge(API, KIND, name, {"spec": {"engine": {"pipelineParallelSize": 1}}}, namespace)
+    wait_for(is_replaced, 90, operator.status)
     wait_ready(operator, name)
-    wait_for(lambda: not workers(), 20, "no workers")
+    assert not missing
+    wait_for(lambda: not objects_of_groups(cluster, namespace), 30, "no objects of groups")
     assert "groups" not in operator.status(name)
 
 

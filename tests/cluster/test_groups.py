@@ -77,6 +77,24 @@ def wait_ready(operator, timeout=60):
         raise AssertionError(f"{error}: {operator.status()}") from error
 
 
+def policies(cluster, namespace):
+    return {
+        body["metadata"]["name"]: body for body in cluster.items("networking.k8s.io/v1", "NetworkPolicy", namespace)
+    }
+
+
+def workers_without_policy(cluster, namespace):
+    """Names of the workers, also of those that are ending, that no policy lets connect to their group."""
+    found = policies(cluster, namespace).values()
+    selectors = [body["spec"]["podSelector"]["matchLabels"].items() for body in found]
+    return [
+        (name, sorted(policies(cluster, namespace)))
+        for name, pod in pods(cluster, namespace).items()
+        if (labels := pod["metadata"]["labels"].items()) >= {("app.kubernetes.io/component", "worker")}
+        and not any(selector <= labels for selector in selectors)
+    ]
+
+
 def everything(cluster, namespace):
     kinds = [("v1", "Service"), ("v1", "ConfigMap"), LWS, ("apps/v1", "StatefulSet"), ("v1", "Pod"), (API, KIND)]
     metas = [(kind, body["metadata"]) for kind in kinds for body in cluster.items(*kind, namespace)]
@@ -172,10 +190,11 @@ def test_another_number_of_nodes_replaces_the_workload_and_keeps_serving(operato
     rollout = FAST | {"maxSurge": surge, "maxUnavailable": 1 - surge}
     cluster.apply(llm_service(replicas=2, rollout=rollout), namespace)
     wait_ready(operator)
-    fewest, most = 2, 0
+    fewest, most, unprotected = 2, 0, []
 
     def is_replaced(old, num_pods):
         nonlocal fewest, most
+        unprotected.extend(workers_without_policy(cluster, namespace))
         labels = [pod["metadata"]["labels"] for pod in pods(cluster, namespace).values() if is_alive(pod)]
         servers = [label for label in labels if label.get("app.kubernetes.io/component") == "server"]
         fewest, most = min(fewest, len(serving(cluster, namespace))), max(most, len(servers))
@@ -187,6 +206,8 @@ def test_another_number_of_nodes_replaces_the_workload_and_keeps_serving(operato
         wait_ready(operator, 90)
         assert cluster.get(*kind, "tales", namespace)["spec"]["replicas"] == 2
         assert len(serving(cluster, namespace)) == 2
+    assert not unprotected, "pods of groups that still run cannot reach each other"
+    wait_for(lambda: "tales-group" not in policies(cluster, namespace), 30, "no policy of groups")
     assert fewest >= 1 + surge, "fewer than maxUnavailable permits"
     assert most <= 2 + surge, "more than maxSurge permits"
 

@@ -204,13 +204,22 @@ class Applier:
 
         Raises the same errors as `apply`.
 
-        A ConfigMap is kept if a ReplicaSet or a pod mounts it. Without its ConfigMap, an old pod could not restart.
+        A ConfigMap is kept if a ReplicaSet or a pod mounts it. Without its ConfigMap, an old pod could not restart. The
+        NetworkPolicy and the Service of groups are kept until their workers are gone, because the pods of a group
+        connect to each other until the last request has ended.
         """
         mounted: set[str] = set()
+        workers: list[Mapping[str, str]] = []
         for entry in self._cache.children_of(desired.key, resources.POD, resources.REPLICA_SET):
-            spec = entry.body().get("spec", {})
+            body = entry.body()
+            spec, labels = body.get("spec", {}), body["metadata"].get("labels") or {}
             is_pod = entry.resource is resources.POD
             mounted |= mounted_configmaps(spec if is_pod else spec.get("template", {}).get("spec", {}))
+            if is_pod and labels.get(object_names.COMPONENT) == object_names.WORKER:
+                workers.append(labels)
+        if self._cache.get(resources.LEADER_WORKER_SET, *desired.key) is not None and desired.service is not None:
+            # While a group is created anew, it has no workers.
+            workers.append(object_names.group_labels(desired.service))
         obsolete = [
             entry
             for entry in self._cache.children_of(desired.key, *resources.CHILD_RESOURCES)
@@ -218,6 +227,7 @@ class Applier:
             and not entry.deleting
             and (entry.resource.kind, entry.name) not in retained
             and not (entry.resource is resources.CONFIG_MAP and entry.name in mounted)
+            and not (workers and _connects_any(entry, workers, desired))
         ]
         if obsolete:
             await self._check_newest(desired)
@@ -425,6 +435,21 @@ class Applier:
 
     def _record_applied(self, key: ServiceKey, manifest: Manifest, applied: CachedObject) -> None:
         self._applied.setdefault(key, {})[_kind_and_name(manifest)] = _applied_version(manifest, applied)
+
+
+def _connects_any(entry: CachedObject, workers: Iterable[Mapping[str, str]], desired: ParsedService) -> bool:
+    """Whether an object that is no longer rendered is a NetworkPolicy or Service of one of the workers with these
+    labels, which the spec does not forbid."""
+    service = desired.service
+    if service is None:
+        return False
+    if entry.resource is resources.NETWORK_POLICY and service.spec.networking.networkPolicy.enabled:
+        selector = entry.body()["spec"]["podSelector"].get("matchLabels") or {}
+    elif entry.resource is resources.SERVICE and service.kv_transfer is not None:
+        selector = entry.body()["spec"].get("selector") or {}
+    else:
+        return False
+    return bool(selector) and any(selector.items() <= labels.items() for labels in workers)
 
 
 def _check_not_deleting(entry: CachedObject) -> None:
