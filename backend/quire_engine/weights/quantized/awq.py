@@ -38,7 +38,7 @@ class AWQTensor(QuantizedTensor):
         self.row_multiple = _FACTOR
         self.column_multiple = self.group_size(columns) if num_groups > 1 else 1
 
-    def read_codes(self, rows: range, columns: range) -> WeightCodes:
+    def compute_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         size = self.group_size(self.shape[1])
         words = slice(rows.start // _FACTOR, -(-rows.stop // _FACTOR))

@@ -52,7 +52,7 @@ class BitsAndBytesTensor(QuantizedTensor):
         self._scales = self._read_scales(-(-rows * columns // block), state)
         self.column_multiple = self._size
 
-    def read_codes(self, rows: range, columns: range) -> WeightCodes:
+    def compute_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         num_columns = self.shape[1]
         values = self._values[rows.start * num_columns // 2 : rows.stop * num_columns // 2, 0]

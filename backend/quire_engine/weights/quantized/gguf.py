@@ -47,7 +47,7 @@ class GGUFTensor(QuantizedTensor):
         self._blocks = self.slice_of(self.MARKER, (rows, num_blocks * self.TYPE.block_bytes), ("U8",))
         self.column_multiple = self.TYPE.block_size
 
-    def read_codes(self, rows: range, columns: range) -> WeightCodes:
+    def compute_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         size, num_bytes = self.TYPE.block_size, self.TYPE.block_bytes
         part = slice(columns.start // size * num_bytes, columns.stop // size * num_bytes)

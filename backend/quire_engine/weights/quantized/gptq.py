@@ -53,7 +53,7 @@ class GPTQTensor(QuantizedTensor):
         if self._groups is None and num_groups > 1:
             self.column_multiple = math.lcm(self._factor, self.group_size(columns))
 
-    def read_codes(self, rows: range, columns: range) -> WeightCodes:
+    def compute_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         num_bits, size = self.scheme.num_bits, self.group_size(self.shape[1])
         words = slice(columns.start // self._factor, -(-columns.stop // self._factor))

@@ -21,6 +21,7 @@ from quire_spec.model.quantization import WeightScheme
 
 BLOCK_SIZE = 32
 _E8M0_BIAS = 127
+_E8M0_NAN = 255
 
 
 def decode_mxfp4(blocks: Tensor) -> Tensor:
@@ -73,6 +74,7 @@ class MXFP4Tensor:
         if self.SCALES not in slices:
             raise ConfigError(f"{name}{self.SCALES} is missing; the checkpoint is incomplete")
         self.scheme = scheme
+        self._name = name
         self._blocks, self._scales = slices[self.MARKER], slices[self.SCALES]
         shape, scales_shape = self._blocks.get_shape(), self._scales.get_shape()
         if len(shape) != 4 or list(scales_shape) != list(shape[:3]) or shape[3] * 2 != BLOCK_SIZE:
@@ -95,16 +97,22 @@ class MXFP4Tensor:
         blocks = range(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))
         index = (expert, slice(rows.start, rows.stop), slice(blocks.start, blocks.stop))
         start = columns.start - blocks.start * BLOCK_SIZE
-        return dequantize_mxfp4(self._blocks[index], self._scales[index], dtype)[:, start : start + len(columns)]
+        return dequantize_mxfp4(self._blocks[index], self._read_scales(index), dtype)[:, start : start + len(columns)]
 
     def read_codes(self, expert: int, rows: range, columns: range) -> WeightCodes:
         """Return the codes of a part of one expert's weight. `columns` must begin and end at block boundaries."""
         blocks = slice(columns.start // BLOCK_SIZE, -(-columns.stop // BLOCK_SIZE))
         index = (expert, slice(rows.start, rows.stop), blocks)
-        scales = self._scales[index].contiguous().view(torch.float8_e8m0fnu)
+        scales = self._read_scales(index).contiguous().view(torch.float8_e8m0fnu)
         return WeightCodes(
             decode_mxfp4(self._blocks[index]), scales, None, (1, BLOCK_SIZE), 4, codebook=mxfp4_values(torch.float32)
         )
+
+    def _read_scales(self, index: tuple[int, slice, slice]) -> Tensor:
+        scales: Tensor = self._scales[index]
+        if (scales == _E8M0_NAN).any():
+            raise ConfigError(f"{self._name}{self.SCALES}: contains NaN; download the checkpoint again")
+        return scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,9 +38,10 @@ class NVFP4Tensor(QuantizedTensor):
         shape = tuple(slices[self.TENSOR_SCALE].get_shape())
         is_single = shape in ((), (1,))
         self._tensor_scale: Tensor = self.slice_of(self.TENSOR_SCALE, shape if is_single else (1,), ("F32",))[...]
+        self.check_finite(self._tensor_scale)
         self.column_multiple = self.group_size(columns)
 
-    def read_codes(self, rows: range, columns: range) -> WeightCodes:
+    def compute_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         part, size = slice(rows.start, rows.stop), self.column_multiple
         values = unpack_nibbles(self._values[part, columns.start // 2 : columns.stop // 2])

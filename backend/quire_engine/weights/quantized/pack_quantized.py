@@ -52,13 +52,18 @@ class PackQuantizedTensor(QuantizedTensor):
         self._groups: Tensor | None = None
         if ".weight_g_idx" in slices:
             groups = self.slice_of(".weight_g_idx", (columns,), ("I32", "I64"))[...].long()
+            if int(groups.max()) >= num_groups:
+                raise ConfigError(
+                    f"{module}.weight_g_idx must contain only the numbers of groups, which are 0 to {num_groups - 1}, "
+                    f"got {int(groups.max())}; download the checkpoint again"
+                )
             self._groups = None if int(groups.min()) < 0 else groups
         self.row_multiple = 1 if self._zeros is None else self._factor
         self.column_multiple = self._factor
         if self._groups is None and num_groups > 1:
             self.column_multiple = math.lcm(self._factor, self.group_size(columns))
 
-    def read_codes(self, rows: range, columns: range) -> WeightCodes:
+    def compute_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         words = slice(columns.start // self._factor, -(-columns.stop // self._factor))
         values = unpack_int32(self._values[rows.start : rows.stop, words], self.scheme.num_bits)[:, : len(columns)]

@@ -50,12 +50,23 @@ class QuantizedTensor(ABC):
         for suffix in (self._scales_name, *self.REQUIRED):
             self.require(suffix)
 
-    @abstractmethod
     def read_codes(self, rows: range, columns: range) -> WeightCodes:
         """Return the codes of the output features `rows` and the input features `columns`.
 
         The ranges must start at multiples of `row_multiple` and `column_multiple`.
+
+        Raises:
+            ConfigError: a scale is NaN or infinite.
         """
+        codes = self.compute_codes(rows, columns)
+        for numbers in (codes.scales, codes.mins, codes.codebook):
+            if numbers is not None:
+                self.check_finite(numbers)
+        return codes
+
+    @abstractmethod
+    def compute_codes(self, rows: range, columns: range) -> WeightCodes:
+        """Return the codes for `read_codes`, of which the scales are not checked."""
 
     def read(self, expert: int, rows: range, columns: range, dtype: torch.dtype) -> Tensor:
         """Return a part of the weight, with the shape [len(rows), len(columns)].
@@ -80,6 +91,14 @@ class QuantizedTensor(ABC):
             raise ConfigError(
                 f"{self.module}{suffix} is missing, but quantization_config of config.json requires it for "
                 f"{self.module}{self.MARKER}; the checkpoint is incomplete"
+            )
+
+    def check_finite(self, scales: Tensor) -> None:
+        """Raise ConfigError if a scale is NaN or infinite."""
+        if not scales.float().isfinite().all():
+            raise ConfigError(
+                f"{self.module}{self.MARKER}: its scales contain NaN or infinity; download the checkpoint again, or "
+                "quantize the model again"
             )
 
     def values_shape(self) -> tuple[int, int]:

@@ -54,7 +54,7 @@ class ScaledTensor(QuantizedTensor):
             self.row_multiple = self._block[0]
         self.column_multiple = self._block[1] if scheme.block is not None else 1
 
-    def read_codes(self, rows: range, columns: range) -> WeightCodes:
+    def compute_codes(self, rows: range, columns: range) -> WeightCodes:
         """See QuantizedTensor."""
         values = self._values[rows.start : rows.stop, columns.start : columns.stop]
         scales = self._scales

@@ -7,6 +7,7 @@ the others while the tests run.
 
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,6 +221,9 @@ def test_mxfp4_experts_fill_a_parameter_or_a_shard_of_it(copy):
     part = ParamShard(torch.empty(4, 20, 20), (4, 192, 64), (range(10, 30, 2), range(11, 31, 2)), range(30, 50))
     load_weights(folder, [(name, part)], checkpoint=QuantizedTensors(TensorFiles(folder), quantization))
     assert torch.equal(part.tensor, torch.cat([expected[:, 10:30:2, 30:50], expected[:, 11:31:2, 30:50]], 1))
+    _rewrite(folder, lambda tensors: tensors | {f"{name}_scales": torch.full((4, 192, 2), 255, dtype=torch.uint8)})
+    with pytest.raises(ConfigError, match="gate_up_proj_scales: contains NaN; download the checkpoint again"):
+        load_weights(folder, [(name, whole)], checkpoint=QuantizedTensors(TensorFiles(folder), quantization))
     _rewrite(folder, lambda tensors: tensors | {f"{name}_scales": torch.ones(4, dtype=torch.uint8)})
     with pytest.raises(ConfigError, match=r"gate_up_proj_scales \[4\]; mxfp4 requires \[experts, out, in / 32, 16\]"):
         load_weights(folder, [(name, whole)], checkpoint=QuantizedTensors(TensorFiles(folder), quantization))
@@ -299,6 +303,11 @@ ERRORS = {
         _without("q_proj.SCB"),
         rf"{Q_PROJ}.SCB is missing, .* for {Q_PROJ}.weight;",
     ),
+    "order of groups": (
+        "ct-actorder",
+        _replaced(f"{Q_PROJ}.weight_g_idx", torch.full((64,), 2, dtype=torch.int32)),
+        "weight_g_idx must contain only the numbers of groups, which are 0 to 1, got 2; download",
+    ),
     "other format": ("awq", _replaced(f"{Q_PROJ}.weight_packed", torch.ones(1)), "is unexpected"),
 }
 
@@ -309,6 +318,22 @@ def test_rejects_wrong_tensors_by_name(name, change, error, copy):
     _rewrite(folder, change)
     with pytest.raises(ConfigError, match=error):
         _load(folder)
+
+
+@pytest.mark.parametrize("name", QUANTIZED_LLAMAS)
+def test_scales_that_are_not_finite_are_refused(name, copy):
+    folder = copy(name)
+    tensors = load_file(folder / "model.safetensors")
+    numbers = (".weight", ".bias", ".input_scale", ".input_global_scale")
+    floats = {key.rpartition("_proj.")[2]: key for key, tensor in tensors.items() if tensor.is_floating_point()}
+    scales = [key for key in floats.values() if "_proj." in key and not key.endswith(numbers)]
+    for key, value in [(key, value) for key in scales for value in (math.nan, math.inf)]:
+        changed = tensors[key].float()
+        changed.flatten()[-1] = value  # float8_e4m3fn has no infinity
+        save_file(tensors | {key: changed.to(tensors[key].dtype)}, folder / "model.safetensors")
+        with pytest.raises(ConfigError, match=r"_proj.*: its scales contain NaN or infinity; download"):
+            _load(folder)
+    assert scales
 
 
 CONTRADICTIONS = {
