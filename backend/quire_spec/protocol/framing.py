@@ -146,10 +146,22 @@ def _encode_frame(message: Message) -> bytes:
         header = _HEADER.pack(MAGIC, _KINDS[type(message)], len(request_ids), len(payload))
     except (ValueError, OverflowError, RecursionError, struct.error) as error:
         # Lone surrogates, integers of more than 64 bits, and values that are nested too deeply.
-        raise InvalidArgument(f"{name}: cannot be sent to another process ({error})") from None
+        field = _find_invalid(message) or name
+        raise InvalidArgument(f"{field}: cannot be sent to another process ({error}); send another value") from None
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise Oversized(name, len(payload), MAX_PAYLOAD_BYTES)
     return b"".join((header, request_ids.tobytes(), payload))
+
+
+def _find_invalid(value: Any) -> str:
+    """Return the name of the field of a Struct, or of a Struct in it, that cannot be encoded; "" for other values."""
+    for name in getattr(value, "__struct_fields__", ()):
+        part = getattr(value, name)
+        try:
+            msgspec.msgpack.encode(part)
+        except (ValueError, OverflowError, RecursionError):
+            return _find_invalid(part) or name
+    return ""
 
 
 def _with_error(message: OutputDeltas | StepResult) -> Message:

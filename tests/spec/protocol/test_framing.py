@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.hostile_frames import PAYLOADS, UNKNOWN_KIND, hostile_frame
 
+from quire_spec.engine.pooling_params import PoolingParams
 from quire_spec.engine.sampling_params import SamplingParams
 from quire_spec.errors import Code, Internal, InvalidArgument, NotFound, error_from_code
 from quire_spec.protocol import framing
@@ -211,8 +212,9 @@ def test_a_value_that_cannot_be_encoded_names_its_field(value: Any):
 
 
 def test_a_message_that_cannot_be_encoded_is_an_error_of_its_sender(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(InvalidArgument, match="GenerateRequest: cannot be sent"):
-        encode_frame(GenerateRequest(1, "\ud800", "x", None, SamplingParams(), True))
+    for model, pooling, field in (("\ud800", None, "model"), ("m", PoolingParams(dimensions=2**64), "dimensions")):
+        with pytest.raises(InvalidArgument, match=f"^{field}: cannot be sent"):
+            encode_frame(GenerateRequest(1, model, "x", None, SamplingParams(), True, pooling=pooling))
     with pytest.raises(InvalidArgument, match="GenerateRequest: cannot be sent"):
         encode_frame(GenerateRequest(-1, "base", "x", None, SamplingParams(), True))
     monkeypatch.setattr(framing, "MAX_PAYLOAD_BYTES", 1000)
