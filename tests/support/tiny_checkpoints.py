@@ -601,7 +601,14 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "glm4_moe": (Glm4MoeConfig, GLM4_MOE),
     "glm4_moe-ungrouped": (
         Glm4MoeConfig,
-        {**GLM4_MOE, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "attention_bias": True},
+        {
+            **GLM4_MOE,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "use_qk_norm": False,
+        },
     ),
     "llama4": (Llama4TextConfig, LLAMA4),
     "llama4-multimodal": (

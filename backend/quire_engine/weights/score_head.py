@@ -93,8 +93,10 @@ class ScoreHead:
                 "ReLU",
             )
         if encoder is None:
-            bias = read("score.bias", shape.num_labels) if shape.head == "token_score" else None
-            return cls(read("score.weight", shape.num_labels, size), bias)
+            # GPT-NeoX has another name for the head of its classifier of tokens.
+            name = "score" if tensors.find("classifier.weight") is None else "classifier"
+            bias = read(f"{name}.bias", shape.num_labels) if shape.head == "token_score" else None
+            return cls(read(f"{name}.weight", shape.num_labels, size), bias)
         names = encoder.score
         return cls(
             read(f"{names.out}.weight", shape.num_labels, size),

@@ -290,7 +290,7 @@ class ModelConfig:
         total = self.num_layers if self.stage is None else self.stage.total_layers
         own = range(self.first_layer, self.first_layer + self.num_layers)
         path = self.architecture_info.layers_path
-        score = ("score.", "lm_head.") if self.num_labels else ()  # the pooler reads it
+        score = ("score.", "classifier.", "lm_head.") if self.num_labels else ()  # the pooler reads it
         layers = (f"{path}.{layer}." for layer in range(total + self.num_nextn_predict_layers) if layer not in own)
         return (*layers, *score, *self.architecture_info.unused_prefixes)
 
@@ -436,9 +436,10 @@ class ModelConfig:
         # transformers selects the model by type, vLLM by architecture. The two must agree.
         known_types = [info.model_type for info in ARCHITECTURES.values()]
         if model_type != architecture_info.model_type and model_type in known_types:
+            advice = "correct one of them" if head == "lm" else "save the language model alone, which reads no images"
             raise ConfigError(
                 f"config.json: model_type of architecture {given!r} must be {architecture_info.model_type!r}, got "
-                f"{model_type!r}; correct one of them"
+                f"{model_type!r}; {advice}"
             )
         images = ImageConfig.from_config(config)
         if architecture_info.text_types:
@@ -557,8 +558,11 @@ def _split_head(name: str) -> tuple[str, str]:
     """Return the architecture with an output projection that has the same layers, and the head of `name`."""
     for suffix, head in _HEADS.items():
         if name.endswith(suffix):
-            causal = f"{name.removesuffix(suffix)}ForCausalLM"
-            return (causal, head) if causal in ARCHITECTURES else (name, "lm")
+            stem = name.removesuffix(suffix)
+            # transformers has Gemma3ForCausalLM, but Gemma3TextModel.
+            names = (f"{each}ForCausalLM" for each in (stem, stem.removesuffix("Text")))
+            causal = next((each for each in names if each in ARCHITECTURES), None)
+            return (name, "lm") if causal is None else (causal, head)
     return name, "lm"
 
 

@@ -91,7 +91,7 @@ MODELS = {
     "gemma2": {"name": "gemma2"},
     "opt": {"name": "opt", "mode": "mean_tokens"},
     "granite": {"name": "granite"},
-    "states": {"name": "qwen3_next", "mode": "mean_tokens"},
+    "states": {"name": "qwen3_5", "mode": "mean_tokens"},
     "layer norms": {"name": "gpt_neox"},
 }
 SCENARIOS = {

@@ -53,15 +53,16 @@ def _token_classifier(folder, name, num_labels=3):
     torch.manual_seed(4)
     config = kind(**(BASE | overrides | {"vocab_size": VOCAB, "pad_token_id": 0, "num_labels": num_labels}))
     model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
-    torch.nn.init.normal_(model.score.bias)
+    torch.nn.init.normal_((model.classifier if name == "gpt_neox" else model.score).bias)
     model.save_pretrained(folder)
     return save_tokenizer(byte_level(), folder)
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "mpnet", "modernbert", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["bert", "roberta", "mpnet", "modernbert", "qwen3", "gpt_neox"])
 def test_classes_of_tokens_and_adapters(tmp_path, name):
     folder = _token_classifier(tmp_path / "model", name)
-    targets = ["q_proj", "down_proj"] if name in CHECKPOINTS else TARGETS[name][:2]
+    targets = TARGETS[name][:2] if name in TARGETS else ["q_proj", "down_proj"]
+    targets = ["query_key_value"] if name == "gpt_neox" else targets
     config = LoraConfig(r=4, target_modules=targets, task_type="TOKEN_CLS")
     model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
     llm = _llm(folder, enable_lora=True, max_num_batched_tokens=32)

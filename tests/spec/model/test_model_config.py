@@ -378,6 +378,16 @@ def test_classes_of_transformers_compute_other_architectures():
     assert not ModelConfig.from_config(llama, "transformers").is_native
 
 
+@pytest.mark.parametrize("name", ["Gemma3TextModel", "Gemma3TextForSequenceClassification", "Gemma3ForCausalLM"])
+def test_names_of_text_models_with_other_heads_are_those_of_transformers(name):
+    config = NUMBERS | {"architectures": [name], "model_type": "gemma3_text"}
+    assert ModelConfig.from_config(config).architecture == "Gemma3ForCausalLM"
+    with pytest.raises(ConfigError, match="use_bidirectional_attention: must be False"):
+        ModelConfig.from_config(config | {"use_bidirectional_attention": True})
+    with pytest.raises(ConfigError, match=f"'{name}' must be 'gemma3_text', got 'gemma3'; (save|correct one)"):
+        ModelConfig.from_config(config | {"model_type": "gemma3"})
+
+
 def test_windows_of_classes_of_transformers_come_from_layer_types():
     types = ["sliding_attention", "full_attention"] * 2
     config = ModelConfig.from_config(STABLELM | {"layer_types": types, "sliding_window": 24})
