@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.core.engine import Engine
-from quire_server.kv_peer.core_rows import Rows, _map
+from quire_server.kv_peer.core_rows import Rows, _map, state_rows
 from quire_server.kv_peer.first_node import FirstNode
 from quire_server.kv_peer.server import KVPeerServer
 from quire_spec.protocol.kv_wire import RowLayout
@@ -27,7 +27,8 @@ class EngineRows:
 
     def rows(self) -> Rows:
         assert self._engine.row_layout is not None
-        return Rows(self._memory, self._engine.row_layout.row_bytes)
+        shared = self._engine.shared_rows()
+        return Rows(self._memory[: shared.num_rows * shared.row_bytes], shared.row_bytes)
 
     @property
     def layout(self) -> RowLayout | None:
@@ -38,6 +39,14 @@ class EngineRows:
         assert layout is not None
         size = layout.row_bytes
         return [None if row is None else (row, self._memory[row * size : (row + 1) * size]) for row in rows]
+
+    async def lease_state(self, lease: bytes, keys: Sequence[bytes], first: int) -> tuple[int, int, memoryview] | None:
+        found = self._engine.lease_state(lease, list(keys), first)
+        states = state_rows(self._memory, self._engine.shared_rows())
+        if found is None:
+            return None
+        assert states is not None
+        return *found, states[found[1]]
 
     async def extend(self, lease: bytes) -> bool:
         return self._engine.extend_leases([lease]) == [True]

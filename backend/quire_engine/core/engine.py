@@ -27,7 +27,7 @@ from quire_engine.kv_cache.layout_choice import (
     choose_layout,
 )
 from quire_engine.kv_cache.state_pool import StatePool
-from quire_engine.kv_transfer.host_leases import HostLeases
+from quire_engine.kv_transfer.host_leases import HostLeases, StateLeases
 from quire_engine.kv_transfer.store import HostRows, KVStore
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.lora.registry import AdapterRegistry
@@ -131,8 +131,8 @@ class Engine:
         if config.kv_transfer is not None:
             if rows is None:
                 raise _too_few_rows(config)
-            self.row_layout = _row_layout(config, self.block_hasher, rows)
-            self._peers = _open_peers(config.kv_transfer, rows, self.row_layout)
+            self.row_layout = _row_layout(config, self.block_hasher, rows, runner.host_state_rows)
+            self._peers = _open_peers(config.kv_transfer, rows, self.row_layout, runner.host_state_rows)
             if rows.nodes is not None:
                 rows.nodes.share(self.row_layout, runner.swap_costs.num_host_blocks)
         self._scheduler = Scheduler(
@@ -151,8 +151,15 @@ class Engine:
         self.leases: HostLeases | None = None
         """The leases of other pods on rows of host memory; None if no rows are shared with them."""
         if config.kv_transfer is not None and rows is not None:
-            host_cache = self._scheduler.host_cache
-            self.leases = HostLeases(host_cache, self._block_pool, lambda copies: rows.copy(copies, []))
+            host_cache, state_leases = self._scheduler.host_cache, None
+            if self._scheduler.states is not None and (state_rows := runner.host_state_rows) is not None:
+                state_leases = StateLeases(
+                    self._scheduler.states.host,
+                    self._scheduler.states.pool,
+                    self._scheduler.is_state_written,
+                    lambda copies: state_rows.copy(copies, []),
+                )
+            self.leases = HostLeases(host_cache, self._block_pool, lambda copies: rows.copy(copies, []), state_leases)
             self._scheduler.leases = self.leases
         self._start_slot_copy: Callable[[SlotLoad, Callable[[], None]], None] = self._copy_slot_sync
         """Starts the copy of an adapter into a slot; see `delegate_slot_copies`."""
@@ -268,6 +275,11 @@ class Engine:
         assert self.leases is not None
         return list(self.leases.lease(lease, keys, self._clock()))
 
+    def lease_state(self, lease: bytes, keys: list[bytes], first: int) -> tuple[int, int] | None:
+        """Pin the row of a state for another pod; see HostLeases."""
+        assert self.leases is not None
+        return self.leases.lease_state(lease, keys, first, self._clock())
+
     def extend_leases(self, leases: list[bytes]) -> list[bool]:
         """Prolong leases, and return which of them exist."""
         assert self.leases is not None
@@ -290,12 +302,19 @@ class Engine:
             assert self.config.kv_transfer is not None
             port = self.config.kv_transfer.port
             generation, addresses = nodes.generation, [str(PeerAddress(host, port)) for host in nodes.addresses]
-        return SharedRows(os.getpid(), file, num_rows, layout, layout.row_bytes, generation, addresses)
+        shared = SharedRows(os.getpid(), file, num_rows, layout, layout.row_bytes, generation, addresses)
+        if (states := self._runner.host_state_rows) is None:
+            return shared
+        num_states, state_bytes = self._runner.swap_costs.num_host_states, len(states.buffers(0)[0])
+        return msgspec.structs.replace(
+            shared, states_start=states.start, num_states=num_states, state_bytes=state_bytes
+        )
 
     def synchronize_rows(self) -> None:
         """Wait until the copies to host memory that were started before are complete. Any thread can call this."""
-        assert self._runner.host_rows is not None
-        self._runner.host_rows.synchronize()
+        for rows in (self._runner.host_rows, self._runner.host_state_rows):
+            if rows is not None:
+                rows.synchronize()
 
     def pop_adapter_events(self) -> list[AdapterEvent]:
         """Return the adapter events that occurred since the last call."""
@@ -532,6 +551,7 @@ class Engine:
             folder_errors={} if traffic is None else dict(traffic.errors),
             num_peer_requested_blocks=0 if self._peers is None else self._peers.num_requested_blocks,
             num_peer_read_blocks=0 if traffic is None else traffic.num_peer_read_blocks,
+            num_peer_read_states=0 if state_traffic is None else state_traffic.num_peer_read,
             peer_errors={} if self._peers is None else self._peers.errors,
             num_leased_rows=0 if self.leases is None else self.leases.num_rows,
             num_refused_leases=0 if self.leases is None else self.leases.num_refused,
@@ -714,7 +734,7 @@ def _too_few_rows(config: EngineConfig) -> ConfigError:
     return ConfigError(f"kv_offloading_size: {config.kv_offloading_size} GiB is less than one KV block; raise it")
 
 
-def _open_peers(config: KVTransferConfig, rows: HostRows, layout: RowLayout) -> "Peers":
+def _open_peers(config: KVTransferConfig, rows: HostRows, layout: RowLayout, state_rows: HostRows | None) -> "Peers":
     """Return the pods from which the engine reads.
 
     Raises:
@@ -723,7 +743,7 @@ def _open_peers(config: KVTransferConfig, rows: HostRows, layout: RowLayout) -> 
     # Imported here, because most engines have no peers.
     from quire_engine.kv_transfer.peer_store import Peers
 
-    peers = Peers(config, rows, layout)
+    peers = Peers(config, rows, layout, state_rows)
     try:
         peers.read_key()
     except QuireError as error:
@@ -738,13 +758,16 @@ def _parallel(config: EngineConfig) -> str:
     return "0/1" if config.ranks_per_core == 1 else f"tensor {num_ranks}, pipeline {num_stages}{nodes}"
 
 
-def _row_layout(config: EngineConfig, block_hasher: BlockHasher, rows: HostRows) -> RowLayout:
+def _row_layout(
+    config: EngineConfig, block_hasher: BlockHasher, rows: HostRows, state_rows: HostRows | None
+) -> RowLayout:
+    states = "" if state_rows is None else f" {state_rows.layout}"
     return RowLayout(
         kv_wire.VERSION,
         block_hasher.block_size,
         block_hasher.kv_dtype,
         _parallel(config),
         block_hasher.root(None, None).hex(),
-        f"{LAYOUT_VERSION} {rows.layout}",
+        f"{LAYOUT_VERSION} {rows.layout}{states}",
         sum(len(buffer) for buffer in rows.buffers(0)),
     )

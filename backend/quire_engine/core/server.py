@@ -221,7 +221,7 @@ class CoreServer(Server):
         await self._run_on_engine_thread(self._engine.check_integrity)
 
     def _lease_methods(self) -> tuple[Callable[..., Any], ...]:
-        return self.shared_rows, self.lease_rows, self.extend_leases, self.release_leases
+        return self.shared_rows, self.lease_rows, self.lease_state, self.extend_leases, self.release_leases
 
     def shared_rows(self) -> SharedRows:
         """Return where the rows of host memory are."""
@@ -236,6 +236,15 @@ class CoreServer(Server):
         await asyncio.to_thread(self._engine.synchronize_rows)
         self._start_lease_timer()
         return rows
+
+    async def lease_state(self, lease: bytes, keys: list[bytes], first: int) -> tuple[int, int] | None:
+        """Pin the row of a state; see HostLeases. Return the number of its block and of its row."""
+        found: tuple[int, int] | None = await self._run_on_engine_thread(
+            lambda: self._engine.lease_state(lease, keys, first)
+        )
+        await asyncio.to_thread(self._engine.synchronize_rows)
+        self._start_lease_timer()
+        return found
 
     async def extend_leases(self, leases: list[bytes]) -> list[bool]:
         """Prolong leases, and return which of them exist."""

@@ -23,6 +23,7 @@ from quire_engine.executor.node_identity import node_identity
 from quire_engine.executor.rank_rows import RankRows
 from quire_engine.kv_cache.layout_choice import choose_layout
 from quire_engine.kv_cache.row_file import RowFile
+from quire_engine.kv_cache.state_cache import HostStateRows
 from quire_engine.lora.adapter_info import AdapterInfo
 from quire_engine.lora.adapter_source import AdapterSource, weighted_folders
 from quire_engine.step.input import max_elements
@@ -67,8 +68,9 @@ class MultiRankRunner(ModelRunner):
         self.swap_costs, rows = local_runner.swap_costs, local_runner.host_rows
         # Without a file, no store uses the rows.
         self.host_rows = None if rows is None or rows.file is None else RankRows(rows, worker_group)
-        # Copies of states are parts of steps, which are complete when all ranks have made them.
-        self.host_state_rows = local_runner.host_state_rows if self.host_rows is not None else None
+        states, self.host_state_rows = local_runner.host_state_rows, None
+        if self.host_rows is not None and isinstance(states, HostStateRows):
+            self.host_state_rows = RankRows(states, worker_group)
         self.memory = local_runner.memory
         # Only rank 0 has a vision tower.
         self.background_image_encoder = local_runner.background_image_encoder

@@ -11,6 +11,7 @@ import msgspec
 from quire_engine.distributed.other_nodes import OtherNodes
 from quire_engine.distributed.worker_group import WorkerGroup
 from quire_engine.kv_cache.host_swap import HostSwap
+from quire_engine.kv_cache.state_cache import HostStateRows
 from quire_engine.kv_transfer.store import FolderReplies, FolderReply, HostRows, NodeRead, NodeReads, OtherNodesRows
 from quire_engine.step.plan import RunnerLost, SwapCopy
 from quire_spec.engine.kv_transfer_config import PeerAddress
@@ -32,12 +33,14 @@ class RankRows(HostRows):
     each rank has made its copies before that.
     """
 
-    def __init__(self, local: HostSwap, worker_group: WorkerGroup) -> None:
+    def __init__(self, local: HostSwap | HostStateRows, worker_group: WorkerGroup) -> None:
         """`local` are the rows of rank 0, which the parts of the other ranks follow."""
         self._local = local
         self._worker_group = worker_group
-        nodes = worker_group.nodes
-        self._nodes = None if nodes is None else _OtherNodesRows(nodes, worker_group, local.node_bytes)
+        self._copy_call, self._nodes = "copy_states", None
+        if isinstance(local, HostSwap):
+            self._copy_call, nodes = "copy_rows", worker_group.nodes
+            self._nodes = None if nodes is None else _OtherNodesRows(nodes, worker_group, local.node_bytes)
         self._lock = threading.Lock()
         self._is_copying = False
 
@@ -50,6 +53,11 @@ class RankRows(HostRows):
     def file(self) -> int | None:
         """See HostRows."""
         return self._local.file
+
+    @property
+    def start(self) -> int:
+        """See HostRows."""
+        return self._local.start
 
     @property
     def nodes(self) -> OtherNodesRows | None:
@@ -71,7 +79,7 @@ class RankRows(HostRows):
         for start in range(0, max(len(swap_outs), len(swap_ins)), _COPIES_OF_A_CALL):
             outs, ins = (copies[start : start + _COPIES_OF_A_CALL] for copies in (swap_outs, swap_ins))
             pairs = [[(copy.block, copy.host_block) for copy in copies] for copies in (outs, ins)]
-            call_id = self._worker_group.start_call("copy_rows", copies=pairs)
+            call_id = self._worker_group.start_call(self._copy_call, copies=pairs)
             self._local.copy(outs, ins)
             self._worker_group.wait_call(call_id)
             self._is_copying = True

@@ -36,7 +36,7 @@ from quire_spec.model.model_config import ModelConfig
 from quire_spec.protocol import rank_wire
 
 _ADAPTER_CALLS = ("read_adapter", "copy_to_slot", "discard_adapter")
-_ROW_CALLS = ("copy_rows", "synchronize_rows")
+_ROW_CALLS = ("copy_rows", "copy_states", "synchronize_rows")
 _MAX_ERROR_LENGTH = rank_wire.MAX_CALL_BYTES // 16
 """Maximum characters of an error message. A reply is one packet, and JSON can need six bytes for one character."""
 
@@ -150,8 +150,9 @@ class RankWorker:
         assert self._runner is not None, "calls about rows come after the call serve"
         failure = None
         try:
-            if call["call"] == "copy_rows":
-                self._runner.copy_rows(*([SwapCopy(*pair) for pair in pairs] for pairs in call["copies"]))
+            if call["call"] in ("copy_rows", "copy_states"):
+                copy = self._runner.copy_rows if call["call"] == "copy_rows" else self._runner.copy_states
+                copy(*([SwapCopy(*pair) for pair in pairs] for pairs in call["copies"]))
             else:
                 self._runner.synchronize_rows()
         except Exception as error:

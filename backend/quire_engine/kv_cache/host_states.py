@@ -48,6 +48,11 @@ class HostStates:
         return key in self._row_by_key
 
     @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self._rows)
+
+    @property
     def num_snapshots(self) -> int:
         """Number of snapshots."""
         return len(self._row_by_key)
@@ -92,6 +97,20 @@ class HostStates:
             builder.state_copies.append(StateCopy(source, row))
             return
 
+    def store(self, key: bytes, copy: Callable[[int], None]) -> int | None:
+        """Store a snapshot beside the steps. `copy` gets its row and starts the copy. Return the row; None if all rows
+        are in use, or if a step or a store fills a row with this snapshot."""
+        if key in (*self._storing.values(), *self._reading.values()) or not self._has_room:
+            return None
+        row = self._allocate()
+        try:
+            copy(row)
+        except Exception:
+            self._free.append(row)
+            raise
+        self._add(row, key)
+        return row
+
     def begin_read(self, key: bytes) -> int | None:
         """Return the row that a store fills with a snapshot; None if all rows are in use, or if the snapshot is stored
         or read at the moment."""
@@ -101,13 +120,14 @@ class HostStates:
         self._reading[row] = key
         return row
 
-    def end_read(self, row: int, is_right: bool) -> None:
-        """Called when a store is done with a row. If the row `is_right`, its snapshot can be found."""
-        key = self._reading.pop(row)
-        if is_right:
-            self._row_by_key[key] = row
-        else:
+    def end_read(self, row: int, key: bytes | None) -> None:
+        """Called when a store is done with a row. It has read the snapshot with this key, or none. Another pod may have
+        an earlier snapshot than the one that was looked for."""
+        self._reading.pop(row)
+        if key is None or key in self or key in (*self._storing.values(), *self._reading.values()):
             self._free.append(row)
+        else:
+            self._row_by_key[key] = row
 
     @property
     def _has_room(self) -> bool:
@@ -130,10 +150,13 @@ class HostStates:
             if step_failed:
                 self._free.append(row)
                 continue
-            self._row_by_key[key] = row
-            self.num_stored += 1
-            if self.on_stored is not None:
-                self.on_stored(row, key)
+            self._add(row, key)
+
+    def _add(self, row: int, key: bytes) -> None:
+        self._row_by_key[key] = row
+        self.num_stored += 1
+        if self.on_stored is not None:
+            self.on_stored(row, key)
 
     def check_integrity(self) -> None:
         """Raise Internal unless every row is exactly one of free, being filled, or a snapshot."""

@@ -71,6 +71,11 @@ class HostSwap:
         return [rows[row].flatten().view(torch.uint8).numpy().data for _, rows in self._host_blocks]
 
     @property
+    def start(self) -> int:
+        """See HostRows."""
+        return 0
+
+    @property
     def node_bytes(self) -> list[int]:
         """Bytes of a row on each node; the rows must be in a file."""
         assert self._part is not None

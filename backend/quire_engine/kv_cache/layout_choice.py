@@ -6,7 +6,7 @@ import logging
 from quire_spec.engine.config import EngineConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model.attention import state_config
-from quire_spec.model.attention.state_config import UNSUPPORTED_PEERS, UNSUPPORTED_SWAP
+from quire_spec.model.attention.state_config import UNSUPPORTED_SWAP
 from quire_spec.model.kv_layout import UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 
@@ -22,8 +22,6 @@ def choose_layout(config: EngineConfig, shape: ModelConfig) -> KVLayout:
 def check_kv_offloading(config: EngineConfig, shape: ModelConfig) -> None:
     """Raise ConfigError if the settings keep KV blocks in host memory, in a folder or in other pods, and the model does
     not support it."""
-    if shape.states is not None and config.kv_transfer is not None:
-        raise ConfigError(f"kv_transfer: {UNSUPPORTED_PEERS}; remove it")
     if config.kv_offloading_size and choose_layout(config, shape).num_groups > 1:
         raise ConfigError(f"kv_offloading_size: {UNSUPPORTED_LAYOUT}; remove it")
 

@@ -64,11 +64,15 @@ class RowPart:
         """Return the memory of `num_blocks` rows of blocks, and of `num_states` rows of states. All ranks must give
         the same numbers."""
         end = num_blocks * self.row_bytes
-        start = -(-end // _PAGE_BYTES) * _PAGE_BYTES if num_states else end
+        start = self.states_start(num_blocks) if num_states else end
         if not (size := start + num_states * self.state_row_bytes):
             return memoryview(b""), memoryview(b"")
         memory = memoryview(self.file.map(size))
         return memory[:end], memory[start:]
+
+    def states_start(self, num_blocks: int) -> int:
+        """Where the rows of states begin in the file, in bytes."""
+        return -(-num_blocks * self.row_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
     @property
     def state_row_bytes(self) -> int:

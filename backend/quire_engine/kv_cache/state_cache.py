@@ -92,8 +92,9 @@ class StateCache:
         states = map(LayerStates, self._convolution, self._recurrence, self._drafts)
         self._host: tuple[Tensor, ...] = ()
         self._host_part: RowPart | None = None
-        # Whole rows of the file with the parts of all ranks, if there is one.
+        # Whole rows of the file with the parts of all ranks, if there is one, and where they begin in it.
         self._host_file_rows: Tensor | None = None
+        self._host_start = 0
         # On a GPU: the end of the latest copies to or from host memory.
         self._copied: torch.cuda.Event | None = None
         self.layers = {layer: next(states) for layer, has_state in enumerate(config.layers) if has_state}
@@ -104,21 +105,23 @@ class StateCache:
         """Bytes of all states."""
         return self._convolution.nbytes + self._recurrence.nbytes + self._drafts.nbytes
 
-    def allocate_host(self, num_rows: int, part: RowPart | None = None, rows: memoryview | None = None) -> None:
+    def allocate_host(
+        self, num_rows: int, part: RowPart | None = None, rows: memoryview | None = None, start: int = 0
+    ) -> None:
         """Allocate host memory for `num_rows` snapshots, whose numbers follow those of the rows of the device. It is
         pinned if the states are on a GPU. With `part`, the memory is this part of `rows`, which are in a file that
-        other processes can read."""
+        other processes can read, and begin at byte `start` of it."""
         is_pinned, kinds = self._device.type == "cuda", (self._convolution, self._recurrence)
         if part is not None and rows:
             memory = torch.frombuffer(rows, dtype=torch.uint8)
-            self._host_part = part
+            self._host_part, self._host_start = part, start
             self._host_file_rows = (pin(memory) if is_pinned else memory).view(num_rows, -1)
-            start = part.rank * part.state_bytes
+            first = part.rank * part.state_bytes
             for states in kinds:
                 size = len(states), *states.shape[2:]
-                end = start + math.prod(size) * states.itemsize
-                self._host += (self._host_file_rows[:, start:end].view(states.dtype).view(num_rows, *size),)
-                start += _padded(end - start)
+                end = first + math.prod(size) * states.itemsize
+                self._host += (self._host_file_rows[:, first:end].view(states.dtype).view(num_rows, *size),)
+                first += _padded(end - first)
             return
         for states in kinds:
             size = num_rows, len(states), *states.shape[2:]
@@ -130,7 +133,8 @@ class StateCache:
         """The host memory for snapshots; None if there is none."""
         if not self._host:
             return None
-        return HostStateRows(self, self._host, self._device.type, self._host_part, self._host_file_rows)
+        rows = self._host_part, self._host_file_rows, self._host_start
+        return HostStateRows(self, self._host, self._device.type, *rows)
 
     def synchronize_host(self) -> None:
         """Wait until the copies to and from host memory that were started before are complete. Any thread can call
@@ -174,13 +178,16 @@ class HostStateRows:
         device_type: str,
         part: RowPart | None = None,
         file_rows: Tensor | None = None,
+        start: int = 0,
     ) -> None:
         """`host`: the rows of each kind of values of a state on this rank, [num_rows, num_layers, ...]. `file_rows`:
-        the rows of the file, uint8 [num_rows, bytes], if there is one, of which `part` is that of this rank."""
+        the rows of the file, uint8 [num_rows, bytes], if there is one, which begin at byte `start`. `part` is that of
+        this rank."""
         self._states = states
         self._parts = [rows for rows in host if rows.numel()]
         self._device_type = device_type
         self._part, self._file_rows = part, file_rows
+        self.start = start
 
     @property
     def file(self) -> int | None:
@@ -204,8 +211,13 @@ class HostStateRows:
         return [rows[row].flatten().view(torch.uint8).numpy().data for rows in self._parts]
 
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
-        """The copies of states are part of a step; see `StateCache.copy`."""
-        raise NotImplementedError
+        """See HostRows. Most copies of states are part of a step; see `StateCache.copy`."""
+        first = self._states.num_rows
+        for copies in (
+            [(copy.block, first + copy.host_block) for copy in swap_outs],
+            [(first + copy.host_block, copy.block) for copy in swap_ins],
+        ):
+            self._states.copy([source for source, _ in copies], [destination for _, destination in copies])
 
     def synchronize(self) -> None:
         """See HostRows."""

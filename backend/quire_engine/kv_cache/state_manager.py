@@ -90,6 +90,9 @@ class StateManager:
         if (row := self.pool.add_snapshot(key)) is not None:
             builder.state_copies.append(StateCopy(sequence.state_row, row))
             self.num_snapshots_taken += 1
+            if sequence.prompt_keys is not None and not is_decoding:
+                # Another pod reads this prompt soon.
+                self.host.request(key)
 
     def max_draft_length(self, sequence: Sequence) -> int:
         """Return how many drafts the next span of a decoding sequence can have, so that the sequence takes its next

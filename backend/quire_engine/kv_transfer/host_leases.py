@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from quire_engine.kv_cache.block_pool import BlockPool
 from quire_engine.kv_cache.host_cache import HostCache
+from quire_engine.kv_cache.host_states import HostStates
+from quire_engine.kv_cache.state_pool import StatePool
 from quire_engine.sequence import BlockId
 from quire_engine.step.plan import SwapCopy
 from quire_spec.protocol.kv_wire import EXTENSION_S, LEASE_S
@@ -21,15 +23,64 @@ _QUOTA_SHARE = 4
 class _Lease:
     deadline: float
     rows: list[BlockId] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+
+
+class StateLeases:
+    """The snapshots of states that leases pin."""
+
+    def __init__(
+        self,
+        host: HostStates,
+        device: StatePool,
+        is_written: Callable[[int], bool],
+        copy_out: Callable[[Sequence[SwapCopy]], None],
+    ) -> None:
+        """`is_written` returns whether no step in flight writes a row of the device. `copy_out` starts copies from
+        rows of the device to rows of host memory, whose numbers begin with 0."""
+        self._host = host
+        self._device = device
+        self._is_written = is_written
+        self._copy_out = copy_out
+        self.max_rows = max(1, host.num_rows // _QUOTA_SHARE)
+        """The quota; see HostLeases."""
+
+    def pin(self, key: bytes) -> int | None:
+        """Pin a snapshot, and return its row; None if there is none that is complete, or no room for it."""
+        if key not in self._host and not self._store(key):
+            return None
+        return self._host.pin(key)
+
+    def release(self, rows: Iterable[int]) -> None:
+        """Release snapshots."""
+        for row in rows:
+            self._host.release(row)
+
+    def number(self, row: int) -> int:
+        """Return the number of a row among those of host memory."""
+        return row - self._host.first_row
+
+    def _store(self, key: bytes) -> bool:
+        source = self._device.row_of(key)
+        if source is None or not self._is_written(source):
+            return False
+        number, block = self.number, BlockId(source)
+        row = self._host.store(key, lambda row: self._copy_out([SwapCopy(block, BlockId(number(row)))]))
+        return row is not None
 
 
 class HostLeases:
     """The leases of one core. `now` is in monotonic seconds."""
 
     def __init__(
-        self, host_cache: HostCache, device_pool: BlockPool, copy_out: Callable[[Sequence[SwapCopy]], None]
+        self,
+        host_cache: HostCache,
+        device_pool: BlockPool,
+        copy_out: Callable[[Sequence[SwapCopy]], None],
+        states: StateLeases | None = None,
     ) -> None:
-        """`copy_out` starts copies from the device to rows."""
+        """`copy_out` starts copies from the device to rows. `states` are given if layers have them."""
+        self._states = states
         self._host_cache = host_cache
         self._device_pool = device_pool
         self._copy_out = copy_out
@@ -41,8 +92,13 @@ class HostLeases:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that leases pin."""
-        return sum(len(lease.rows) for lease in self._leases.values())
+        """Number of rows that leases pin, also of states."""
+        return sum(len(lease.rows) + len(lease.states) for lease in self._leases.values())
+
+    @property
+    def _num_free(self) -> int:
+        """Number of further rows of blocks that leases can pin."""
+        return self.max_rows - sum(len(lease.rows) for lease in self._leases.values())
 
     @property
     def held_rows(self) -> list[list[BlockId]]:
@@ -54,7 +110,7 @@ class HostLeases:
         full. If the lease exists, the rows are added to it."""
         self.expire(now)
         pool, rows = self._host_cache.pool, list[BlockId | None]()
-        num_left = self.max_rows - self.num_rows
+        num_left = self._num_free
         copies: list[tuple[SwapCopy, bytes]] = []
         if self._host_cache.is_caching:
             for key in keys:
@@ -85,6 +141,28 @@ class HostLeases:
             lease.rows += pinned
         return rows or [None] * len(keys)
 
+    def lease_state(self, lease_id: bytes, keys: Sequence[bytes], first: int, now: float) -> tuple[int, int] | None:
+        """Pin the last state after one of the blocks with these keys up to which this core has all blocks from number
+        `first` on, as many as can be leased. Return the number of its block, and of its row among those of states; None
+        if there is none."""
+        self.expire(now)
+        if (states := self._states) is None or not self._host_cache.is_caching:
+            return None
+        end = min(first, len(keys))
+        while end < min(len(keys), first + self._num_free) and self._has_block(keys[end]):
+            end += 1
+        for block in reversed(range(end)):
+            if sum(len(lease.states) for lease in self._leases.values()) >= states.max_rows:
+                self.num_refused += 1
+                return None
+            if (row := states.pin(keys[block])) is not None:
+                self._leases.setdefault(lease_id, _Lease(now + LEASE_S)).states.append(row)
+                return block, states.number(row)
+        return None
+
+    def _has_block(self, key: bytes) -> bool:
+        return self._host_cache.pool.lookup(key) is not None or self._device_pool.lookup(key) is not None
+
     def extend(self, lease_id: bytes, now: float) -> bool:
         """Let a lease last for at least EXTENSION_S further seconds; return whether it exists."""
         self.expire(now)
@@ -98,6 +176,8 @@ class HostLeases:
         for lease_id in list(lease_ids):
             if (lease := self._leases.pop(lease_id, None)) is not None:
                 self._host_cache.pool.free(lease.rows)
+                if self._states is not None:
+                    self._states.release(lease.states)
 
     def release_all(self) -> None:
         """End all leases, because the process that holds them for other pods has ended."""

@@ -19,7 +19,14 @@ _POLL_S = 0.1
 """A read that is no longer wanted ends after at most this many seconds."""
 
 T = TypeVar(
-    "T", kv_wire.Challenge, kv_wire.Welcome, kv_wire.Leased, kv_wire.Reading, kv_wire.Done, kv_wire.NodeAddresses
+    "T",
+    kv_wire.Challenge,
+    kv_wire.Welcome,
+    kv_wire.Leased,
+    kv_wire.LeasedState,
+    kv_wire.Reading,
+    kv_wire.Done,
+    kv_wire.NodeAddresses,
 )
 
 
@@ -73,6 +80,14 @@ class PeerConnection:
         leased = self._receive(kv_wire.Leased)
         if len(leased.rows) != len(keys):
             raise ProtocolError("protocol", f"{len(leased.rows)} rows for {len(keys)} keys")
+        return leased
+
+    def lease_state(self, keys: Sequence[bytes], first: int) -> kv_wire.LeasedState:
+        """Lease the last state after one of these blocks."""
+        self._send(kv_wire.encode(kv_wire.LeaseState(list(keys), first)))
+        leased = self._receive(kv_wire.LeasedState)
+        if leased.block >= len(keys):
+            raise ProtocolError("protocol", f"a state after block {leased.block} of {len(keys)}")
         return leased
 
     def nodes(self) -> list[str]:

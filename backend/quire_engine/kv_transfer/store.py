@@ -121,6 +121,10 @@ class HostRows(RowBuffers, Protocol):
         """Open memory file in which the rows follow each other; None if other processes cannot read them."""
 
     @property
+    def start(self) -> int:
+        """Where the rows begin in the file, in bytes."""
+
+    @property
     def nodes(self) -> OtherNodesRows | None:
         """The parts of the rows on other nodes; None if there are none. The other methods are about the parts on this
         one."""
@@ -128,6 +132,16 @@ class HostRows(RowBuffers, Protocol):
     def copy(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
         """Start the copies to host memory, then the copies from host memory. Only the thread of the steps calls
         this."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRead:
+    """The part of a prefix that a pod has given."""
+
+    num_blocks: int = 0
+    """Number of first blocks of those that were missing that were read and checked."""
+    state_end: int = 0
+    """Number of blocks of the prefix after which the state is that was read and checked; 0 if there is none."""
 
 
 class KVStore(Protocol):
@@ -160,3 +174,19 @@ class KVStore(Protocol):
     @property
     def seconds_per_block(self) -> float:
         """Measured seconds to read one block; 0 if nothing was measured lately."""
+
+
+class PrefixStore(KVStore, Protocol):
+    """The blocks and states of another pod."""
+
+    def read_prefix(
+        self,
+        keys: Sequence[bytes],
+        first: int,
+        rows: Sequence[int],
+        state_row: int,
+        on_done: Callable[[PrefixRead], None],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Start to read the last state that the pod has after one of the blocks with these keys, and the blocks from
+        number `first` up to there, into rows of states and of blocks; see `read`."""

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
+from typing import cast
 
 from quire_engine.kv_cache.block_events import BlocksStored, Medium
 from quire_engine.kv_cache.host_cache import HostCache
 from quire_engine.kv_transfer.state_traffic import StateTraffic
-from quire_engine.kv_transfer.store import KVStore
+from quire_engine.kv_transfer.store import KVStore, PrefixRead, PrefixStore
 from quire_engine.sequence import BlockId, Sequence
 from quire_spec.constants import AdapterDigest
 
@@ -57,8 +58,8 @@ class _Transfer:
     it that were missing."""
     state_row: int | None = None
     """The row of the state that is read before the blocks, if any."""
-    has_state: bool = False
-    """Whether the state was read and checked."""
+    state_end: int = 0
+    """Number of awaited blocks after which the state is that was read and checked; 0 if there is none."""
 
 
 class StoreTraffic:
@@ -178,10 +179,12 @@ class StoreTraffic:
                 for key, row in list(zip(transfer.keys, transfer.rows, strict=True))[:num_blocks]:
                     if self._host_cache.pool.cache_block(row, key):
                         self._announce(key, "CPU", transfer.adapters[key])
-                if num_blocks < len(transfer.keys):
+                lacks_state = transfer.state_row is not None and transfer.state_end < len(transfer.awaited)
+                if num_blocks < len(transfer.keys) or lacks_state:
                     self.unread |= transfer.requiring
                 if self.states is not None and transfer.state_row is not None:
-                    self.states.end_read(transfer.state_row, transfer.has_state)
+                    state_key = transfer.awaited[transfer.state_end - 1] if transfer.state_end else None
+                    self.states.end_read(transfer.state_row, state_key, transfer.store is not self._store)
                 for key in transfer.awaited:
                     del self._reads[key]
             else:
@@ -252,6 +255,8 @@ class StoreTraffic:
         if any(transfer.store is store and now >= transfer.deadline for transfer in self._reads.values()):
             # While the store is late, it gets no more reads, which would delay more sequences and occupy more rows.
             return None
+        if self.states is not None and store is not self._store:
+            return self._start_peer_read(cast(PrefixStore, store), adapters, now + wait_s, self.states)
         if self.states is not None:
             return self._start_read_with_state(store, adapters, now, self.states)
         pool, costs = self._host_cache.pool, self._host_cache.costs
@@ -275,10 +280,8 @@ class StoreTraffic:
         """Start to read the last state that can be reached, and the blocks before it that are missing. The blocks are
         of no use without the state, so it comes first."""
         pool, costs = self._host_cache.pool, self._host_cache.costs
-        keys = list(takewhile(lambda key: key not in self._reads, adapters))
-        num_local = next((number for number, key in enumerate(keys) if not self._has_block(key)), len(keys))
-        max_blocks = min(pool.num_free, pool.num_blocks // _READ_SHARE - self._num_rows_read)
-        num_stored = store.contains(keys[num_local : num_local + max(0, max_blocks)])
+        keys, num_local = self._reachable(adapters)
+        num_stored = store.contains(keys[num_local:])
         end = states.longest_prefix(keys[: num_local + num_stored])
         missing, is_local = keys[num_local:end], end > 0 and states.is_local(keys[end - 1])
         read_s = len(missing) * (costs.seconds_per_block + store.seconds_per_block)
@@ -302,7 +305,7 @@ class StoreTraffic:
         self._add_read(read)
 
         def read_blocks(has_state: bool) -> None:
-            read.has_state = has_state
+            read.state_end = end if has_state else 0
             if has_state and missing:
                 store.read(missing, read.rows, partial(self._end_read, read))
             else:
@@ -313,6 +316,49 @@ class StoreTraffic:
         else:
             states.read(keys[end - 1], row, read_blocks)
         return read
+
+    def _start_peer_read(
+        self, store: PrefixStore, adapters: Mapping[bytes, AdapterDigest | None], deadline: float, states: StateTraffic
+    ) -> _Transfer | None:
+        """Start to read the last state that another pod has, and the blocks before it that are missing. If the last
+        state that can be of use is here, only blocks are missing."""
+        pool, costs = self._host_cache.pool, self._host_cache.costs
+        keys, num_local = self._reachable(adapters)
+        keys = keys[: num_local + store.contains(keys[num_local:] or keys[:1]) if keys else 0]
+        if not keys:
+            return None
+        is_local, missing = states.is_local(keys[-1]), keys[num_local:]
+        read_s = len(missing) * (costs.seconds_per_block + store.seconds_per_block)
+        if not is_local:
+            read_s += costs.num_blocks_per_state * costs.seconds_per_block
+        is_faster = read_s < len(keys) * self._block_size * costs.seconds_per_token
+        if (is_local and not missing) or not (is_faster or not self._recompute_threshold):
+            return None
+        row = None if is_local else states.begin_read(keys[-1])
+        if row is None and not is_local:
+            return None
+        rows = pool.allocate(len(missing))
+        read = _Transfer(store, missing, rows, True, deadline, adapters, awaited=keys, state_row=row)
+        self._add_read(read)
+        if row is None:
+            store.read(missing, rows, partial(self._end_read, read), lambda: read.is_wanted)
+            return read
+
+        def end_read(result: PrefixRead) -> None:
+            read.state_end = result.state_end
+            self._end_read(read, result.num_blocks)
+
+        store.read_prefix(keys, num_local, rows, states.number(row), end_read, lambda: read.is_wanted)
+        return read
+
+    def _reachable(self, adapters: Mapping[bytes, AdapterDigest | None]) -> tuple[list[bytes], int]:
+        """Return the keys of the next blocks of a sequence that are here or can be read, and how many of the first ones
+        are here."""
+        keys = list(takewhile(lambda key: key not in self._reads, adapters))
+        num_local = next((number for number, key in enumerate(keys) if not self._has_block(key)), len(keys))
+        pool = self._host_cache.pool
+        max_blocks = min(pool.num_free, pool.num_blocks // _READ_SHARE - self._num_rows_read)
+        return keys[: num_local + max(0, max_blocks)], num_local
 
     @property
     def _num_rows_read(self) -> int:

@@ -170,8 +170,8 @@ class Scheduler:
         if store is not None or find_peer is not None:
             peers = (lambda _: None, 0) if find_peer is None else (find_peer, config.kv_recompute_threshold)
             states = None
-            if state_pool is not None and state_store is not None:
-                states = StateTraffic(state_store, host_states, state_pool, num_host_states)
+            if state_pool is not None and (state_store is not None or find_peer is not None):
+                states = StateTraffic(state_store, host_states, state_pool)
             args = self.host_cache, config.block_size, *peers, states, self.prefix_cache.has_block
             self.store_traffic = StoreTraffic(store, *args)
         self.block_manager = BlockManager(block_pool, config.block_size, self.host_cache, layout)
@@ -249,6 +249,10 @@ class Scheduler:
     def _clients(self) -> set[str]:
         """The clients that have unfinished sequences."""
         return self._running.num_by_client.keys() | self._waiting.num_by_client.keys()
+
+    def is_state_written(self, row: int) -> bool:
+        """Return whether no step in flight writes a row of states."""
+        return all(copy.destination != row for plan in self._in_flight.plans for copy in plan.state_copies)
 
     def usage_by_adapter(self) -> dict[AdapterDigest | None, AdapterUsage]:
         """Return how many sequences and KV blocks each adapter has. The key None stands for the base model. A shared

@@ -317,6 +317,7 @@ class RequestMetrics:
                 "quire_kv_transfer_requested_blocks", "KV blocks requested from other pods."
             ),
             "num_peer_read_blocks": counter("quire_kv_transfer_read_blocks", "KV blocks read from other pods."),
+            "num_peer_read_states": counter("quire_kv_transfer_read_states", "States read from other pods."),
             "num_refused_leases": counter(
                 "quire_kv_transfer_refused_leases", "KV blocks not leased to other pods because the quota was full."
             ),

@@ -176,10 +176,18 @@ class DeviceModelRunner(ModelRunner):
         with nullcontext() if self._device.type == "cpu" else torch.cuda.device(self._device):
             self._host_swap.copy(swap_outs, swap_ins)
 
+    def copy_states(self, swap_outs: Sequence[SwapCopy], swap_ins: Sequence[SwapCopy]) -> None:
+        """The same for states; the numbers of rows of host memory begin with 0."""
+        assert self.host_state_rows is not None
+        with nullcontext() if self._device.type == "cpu" else torch.cuda.device(self._device):
+            self.host_state_rows.copy(swap_outs, swap_ins)
+
     def synchronize_rows(self) -> None:
         """Wait for these copies. Any thread can call this."""
         assert self._host_swap is not None
         self._host_swap.synchronize()
+        if self.host_state_rows is not None:
+            self.host_state_rows.synchronize()
 
     def zero_kv_cache(self) -> None:
         """See ModelRunner."""

@@ -158,7 +158,8 @@ class RunnerStartup:
                 block_rows, state_rows = part.map(num_host_blocks, num_host_states)
             host_swap = HostSwap(kv_caches, num_host_blocks, part, block_rows) if num_host_blocks else None
             if kv_cache.states is not None:
-                kv_cache.states.allocate_host(num_host_states, part, state_rows)
+                start = 0 if part is None else part.states_start(num_host_blocks)
+                kv_cache.states.allocate_host(num_host_states, part, state_rows, start)
         swap_costs = SwapCosts() if host_swap is None else self._measure_swap_costs(host_swap)
         if num_host_states:
             blocks_per_state = -(-state // max(bytes_per_block, 1))

@@ -21,6 +21,7 @@ from quire_spec.protocol.results import SharedRows
 _RETRY_S = 0.2
 _CALL_TIMEOUT_S = 10.0
 _SHARED_ROWS: Any = SharedRows | None
+_LEASED_STATE: Any = tuple[int, int] | None
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ class CoreRows:
     def rows(self) -> "Rows | None":
         """Return the rows; None while the core is not ready."""
         memory, shared = self._memory, self._shared
-        return None if memory is None or shared is None else Rows(memory, shared.row_bytes)
+        if memory is None or shared is None:
+            return None
+        return Rows(memory[: shared.num_rows * shared.row_bytes], shared.row_bytes)
 
     @property
     def layout(self) -> RowLayout | None:
@@ -89,6 +92,22 @@ class CoreRows:
             return [None] * len(keys)
         return [None if row is None else (row, shared[row]) for row in rows]
 
+    async def lease_state(self, lease: bytes, keys: Sequence[bytes], first: int) -> tuple[int, int, memoryview] | None:
+        """Pin a state; see `kv_wire.LeaseState`. Return the number of its block, and number and bytes of its row; None:
+        the core has none, or does not respond."""
+        if (states := self._states()) is None:
+            return None
+        try:
+            args = {"lease": lease, "keys": list(keys), "first": first}
+            found = await self._client.call("lease_state", _LEASED_STATE, args, timeout_s=_CALL_TIMEOUT_S)
+        except QuireError:
+            return None
+        return None if found is None else (found[0], found[1], states[found[1]])
+
+    def _states(self) -> "Rows | None":
+        memory, shared = self._memory, self._shared
+        return None if memory is None or shared is None else state_rows(memory, shared)
+
     async def extend(self, lease: bytes) -> bool:
         """Prolong a lease; return whether the core has it."""
         with contextlib.suppress(QuireError):
@@ -115,12 +134,20 @@ class Rows:
         return self._memory[row * self._row_bytes : (row + 1) * self._row_bytes]
 
 
+def state_rows(memory: memoryview, shared: SharedRows) -> Rows | None:
+    """Return the rows of states; None if layers have no states."""
+    end = shared.states_start + shared.num_states * shared.state_bytes
+    return Rows(memory[shared.states_start : end], shared.state_bytes) if shared.num_states else None
+
+
 def _map(shared: SharedRows) -> memoryview:
     """Map the memory file of a core; raises OSError."""
     # Opened through /proc, the file gets a mode of its own, so that the rows cannot be written here.
     file = os.open(f"/proc/{shared.pid}/fd/{shared.file}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        num_bytes = shared.num_rows * shared.row_bytes
+        num_bytes = max(
+            shared.num_rows * shared.row_bytes, shared.states_start + shared.num_states * shared.state_bytes
+        )
         if os.fstat(file).st_size < num_bytes:
             raise OSError(f"the memory file has less than {num_bytes} bytes")
         return memoryview(mmap.mmap(file, num_bytes, prot=mmap.PROT_READ))

@@ -161,6 +161,9 @@ class KVPeerServer:
             case kv_wire.Lease():
                 async with deadline(kv_wire.LEASE_S):
                     await send(connection, kv_wire.encode(await self._lease(request.keys, leases)))
+            case kv_wire.LeaseState():
+                async with deadline(kv_wire.LEASE_S):
+                    await send(connection, kv_wire.encode(await self._lease_state(request, leases)))
             case kv_wire.Read():
                 # The budget can make a row wait for minutes. A reader that is gone must not keep its lease until then.
                 await while_open(connection, self._send_rows(connection, request))
@@ -211,6 +214,28 @@ class KVPeerServer:
             await self._release({lease_id})
             leases.discard(lease_id)
         return kv_wire.Leased(lease_id, rows)
+
+    async def _lease_state(self, request: kv_wire.LeaseState, leases: set[bytes]) -> kv_wire.LeasedState:
+        """Lease the last state that a core has. The states of other cores stay pinned until the lease ends."""
+        _check_number(leases)
+        lease_id = secrets.token_bytes(16)
+        leases.add(lease_id)
+        found: tuple[int, int, memoryview] | None = None
+        address = 0
+        for number, core in enumerate(self._cores):
+            state = None
+            if core.layout is not None:
+                state = await core.lease_state(lease_id, request.keys, request.first)
+            if state is not None and (found is None or state[0] > found[0]):
+                found, address = state, number << _CORE_SHIFT
+        if found is None:
+            leases.discard(lease_id)
+            return kv_wire.LeasedState(lease_id)
+        block, row, memory = found
+        end = asyncio.get_running_loop().time() + kv_wire.LEASE_S
+        self._leases[lease_id] = _Lease({address: memory}, end, {address: row}, self._cores[0].generation)
+        checksum = await asyncio.to_thread(xxhash.xxh3_128_digest, memory)
+        return kv_wire.LeasedState(lease_id, block, kv_wire.LeasedRow(address, len(memory), checksum))
 
     def _check(self, request: kv_wire.Check) -> kv_wire.Checked:
         """Return the rows of a lease for another node of the group."""

@@ -12,6 +12,12 @@
                                     <-------  Heartbeat(lease) or Release(lease)
     Done                            ------->
 
+If layers have states, blocks are of use only up to a state. The server then also answers:
+
+    server                                    reader
+                                    <-------  LeaseState(keys, first)
+    LeasedState(lease, block, row)  ------->
+
 If the rows are divided between several nodes, the server of the first node also answers the following messages. The
 other nodes of the reader then read their parts from the nodes with the same number.
 
@@ -44,8 +50,8 @@ from quire_spec.protocol import shared_key
 from quire_spec.protocol.protocol_error import ProtocolError
 
 VERSION = 1
-"""It changes with the messages, except for those between groups of nodes: the layouts of groups contain the number of
-nodes, which earlier versions do not know."""
+"""It changes with the messages, except for those between groups of nodes and those about states: their layouts contain
+the number of nodes, or the layout of a state, which earlier versions do not know."""
 MAX_NODES = 64
 MAX_KEYS = 2048
 """Maximum number of blocks of a lease."""
@@ -87,7 +93,7 @@ class RowLayout(_Message, frozen=True):
     """Hash of weights, quantization and compute dtype. It also covers the fields before it, which are compared first,
     so that the difference is named exactly."""
     rows: _Text
-    """Version of the layout, device, dtypes and shapes of a row."""
+    """Version of the layout, device, dtypes and shapes of a row, and of a row of states if layers have them."""
     row_bytes: int
     """Bytes of the part of a row on the first node."""
 
@@ -212,7 +218,26 @@ class Checked(_Message, frozen=True, tag=15):
     """The lease lasts for this time."""
 
 
-Request = Lease | Read | Heartbeat | Release | Nodes | Part | Check
+class LeaseState(_Message, frozen=True, tag=16):
+    """reader -> server: asks for the state after the last of these blocks that has one, if the server has all blocks
+    from number `first` up to there. Its row is pinned like those of blocks."""
+
+    keys: Annotated[list[_Bytes32], Meta(min_length=1, max_length=MAX_KEYS)]
+    first: Annotated[int, Meta(ge=0, le=MAX_KEYS)]
+    """The reader has the blocks before this number."""
+
+
+class LeasedState(_Message, frozen=True, tag=17):
+    """server -> reader."""
+
+    lease: _Bytes16
+    block: Annotated[int, Meta(ge=0, lt=MAX_KEYS)] = 0
+    """Number of the block after which the state is."""
+    row: LeasedRow | None = None
+    """Where the state is. None: the server has none, or no room to pin it."""
+
+
+Request = Lease | Read | Heartbeat | Release | Nodes | Part | Check | LeaseState
 T = TypeVar("T", bound=_Message)
 _encode = msgspec.msgpack.Encoder().encode
 _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

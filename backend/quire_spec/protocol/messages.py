@@ -448,6 +448,8 @@ class SchedulerStats(Value, frozen=True):
     """Number of KV blocks that were requested from other pods."""
     num_peer_read_blocks: int = 0
     """Number of KV blocks that were read from other pods."""
+    num_peer_read_states: int = 0
+    """Number of states that were read from other pods."""
     peer_errors: dict[str, int] = {}
     """Number of reads from other pods that failed, by reason."""
     num_leased_rows: int = 0

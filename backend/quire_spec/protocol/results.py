@@ -42,7 +42,8 @@ class AdapterCheck(msgspec.Struct, frozen=True):
 
 
 class SharedRows(msgspec.Struct, frozen=True):
-    """Result of the core's method `shared_rows`: host memory that holds one KV block in each row."""
+    """Result of the core's method `shared_rows`: host memory that holds one KV block in each row, and then one state in
+    each row if layers have states."""
 
     pid: int
     """Process that has the memory file open."""
@@ -56,6 +57,11 @@ class SharedRows(msgspec.Struct, frozen=True):
     """Number of the group of nodes; 0 if there is one node."""
     nodes: list[str] = []
     """On the first node: HOST:PORT of the servers of the other nodes, from node 1."""
+    states_start: int = 0
+    """Where the rows of states begin in the file, in bytes."""
+    num_states: int = 0
+    state_bytes: int = 0
+    """Bytes of a row of states: the parts of all ranks."""
 
 
 class UncachedPrompt(msgspec.Struct, frozen=True):

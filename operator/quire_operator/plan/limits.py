@@ -17,7 +17,7 @@ from quire_spec.engine.speculative_config import SpeculativeConfig
 from quire_spec.errors import ConfigError
 from quire_spec.model import capabilities, memory_sizing
 from quire_spec.model.attention import state_config
-from quire_spec.model.attention.state_config import UNSUPPORTED_PEERS, StateConfig, num_host_states, num_state_rows
+from quire_spec.model.attention.state_config import StateConfig, num_host_states, num_state_rows
 from quire_spec.model.kv_layout import UNSUPPORTED_KEY_SIZES, UNSUPPORTED_LAYOUT, KVLayout
 from quire_spec.model.model_config import ModelConfig
 from quire_spec.model.parallel import pipeline_parallel
@@ -196,9 +196,7 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
             problem = f"{field}.memory: {offloading.memory}: half of it is for states; raise it to {size} or more"
     stores = {f"{field}.secondary": bool(offloading.secondary), "spec.engine.kvTransfer": inputs.transfers_kv}
     store = next((name for name, is_set in stores.items() if is_set), "")
-    if not problem and inputs.transfers_kv and states is not None:
-        problem = f"spec.engine.kvTransfer: {UNSUPPORTED_PEERS}; remove the field"
-    elif not problem and store and inputs.draft is not None:
+    if not problem and store and inputs.draft is not None:
         problem = f"{store}: not possible with speculativeConfig.method {inputs.draft.method}; remove one of the two"
     if problem:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, problem)

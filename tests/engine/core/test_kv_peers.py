@@ -128,6 +128,33 @@ def test_outputs_are_the_same_with_blocks_of_a_peer(
         assert server.server.status().num_sent_blocks == 21
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "fault"),
+    [("qwen3_5", 1, ""), ("granite4-mamba", 2, ""), ("lfm2", 1, ""), ("kimi_linear", 1, ""), ("qwen3_5", 1, "damage")],
+)
+def test_prefixes_continue_from_states_of_a_peer(
+    tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch, name: str, tensor: int, fault: str
+) -> None:
+    """The tokens are those of one rank. The holder has no snapshot in host memory before it is asked."""
+    monkeypatch.setattr(store_traffic, "READ_DEADLINE_S", 20.0)
+    checkpoint = make_checkpoint(tmp_path, name)
+    adapter = make_adapter(checkpoint, tmp_path / "adapter", 0, r=4)
+    fields = {"kv_offloading_size": 2**22 / 2**30, "tensor_parallel_size": tensor}
+    expected = serve(create(checkpoint, None, adapter, **fields | {"tensor_parallel_size": 1}), adapter=True)
+    holder, reader = (create(checkpoint, key_file, adapter, **fields) for _ in range(2))
+    assert serve(holder, adapter=True) == expected and holder.stats().num_host_states == 0
+    with peer(holder, key_file) as server, Relay(server.address, fault) as relay:
+        assert serve(reader, relay.address, adapter=True) == expected
+        stats, sent = reader.stats(), server.server.status().num_sent_blocks
+        if fault:
+            assert stats.num_peer_read_states == 0 and set(stats.peer_errors) == {"checksum"}
+            return
+        # The last of the seven blocks of a prompt ends before its last token.
+        assert (stats.num_peer_read_states, stats.num_peer_read_blocks, sent) == (3, 21, 24)
+        assert not stats.peer_errors and stats.host_cache_hits == 3 * 56
+        assert holder.stats().num_host_states == 3
+
+
 def test_leased_rows_contain_the_parts_of_all_ranks_while_steps_are_in_flight(folder: Path, key_file: Path) -> None:
     """A peer asks after each step, while blocks are evicted, and gets each block as every rank has it."""
     fields = {"kv_transfer": {"key_file": str(key_file)}, "kv_cache_memory_bytes": 60_000}

@@ -98,6 +98,7 @@ VALUES: list[tuple[str, dict[str, str], float]] = [
     ("quire_host_states_loaded_total", {}, 22),
     ("quire_kv_folder_read_states_total", {}, 23),
     ("quire_kv_folder_written_states_total", {}, 24),
+    ("quire_kv_transfer_read_states_total", {}, 25),
     ("quire_swapped_out_blocks_total", {}, 5),
     ("quire_swapped_in_blocks_total", {}, 3),
     ("quire_block_copies_total", {}, 6),
@@ -143,6 +144,7 @@ def test_names_and_values_after_one_request(metrics: RequestMetrics):
     sequences |= {"num_states": 40, "num_used_states": 1, "num_state_snapshots": 3, "num_host_states": 9}
     copied |= {"num_stored_host_states": 21, "num_loaded_host_states": 22}
     copied |= {"num_folder_read_states": 23, "num_folder_written_states": 24}
+    copied["num_peer_read_states"] = 25
     metrics.record_core_stats(
         SchedulerStats(
             **blocks, **copied, **sequences, prefix_cache_queries=7, num_steps=3, num_step_tokens=9, **drafts

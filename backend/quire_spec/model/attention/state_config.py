@@ -9,8 +9,6 @@ from typing import Self
 
 from quire_spec.model.hf_config import HFConfigReader
 
-UNSUPPORTED_PEERS = "layers of this model have one state per sequence, and pods do not read states of each other"
-"""Why KV peers refuse a model whose layers have states."""
 UNSUPPORTED_SWAP = (
     "layers of this model have one state per sequence, and the states of preempted sequences are not kept"
 )
