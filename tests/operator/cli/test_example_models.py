@@ -15,6 +15,7 @@ import pytest
 import transformers
 
 from quire_operator.cli.main import main
+from quire_spec.model.encoders.table import ENCODERS
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[3] / "examples/models").glob("*.yaml"))
 
@@ -25,8 +26,10 @@ def _config(line: str) -> dict[str, Any]:
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
     config = getattr(transformers, call.func.id)(**values)
+    family = call.func.id.removesuffix("Config")
     kind = "ForConditionalGeneration" if hasattr(config, "vision_config") else "ForCausalLM"
-    return config.to_dict() | {"architectures": [call.func.id.removesuffix("Config") + kind]}
+    kind = "Model" if f"{family}Model" in ENCODERS else kind
+    return config.to_dict() | {"architectures": [family + kind]}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
