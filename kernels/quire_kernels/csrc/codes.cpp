@@ -487,8 +487,8 @@ void quire_linear_codes(const bf16* x, int64_t ldx, const QuireWeight* weight, c
               n,
               bias ? bias + p * kColumns : nullptr,
               add != 0,
-              // With a single tile the hardware prefetcher is faster; see tile.h.
-              p + 1 < end && (tiles > 1 || (w.bits == 8 && prefetches(tiles, count))) ? share / (k / 2) : 0,
+              // While a single tile looks up codes of 4 bits, the hardware prefetcher is fast enough.
+              p + 1 < end && (tiles > 1 || (w.bits == 8 && prefetches(tiles))) ? share / (k / 2) : 0,
               (const char*)(panel + bytes) + tile * share,
               transforms.of(p, r0, r1),
               lines.take(),

@@ -236,8 +236,7 @@ void quire_linear_int4(const bf16* x, int64_t ldx, const QuireWeight* weight, co
               n,
               bias ? bias + p * kColumns : nullptr,
               add != 0,
-              // Without AVX-512 BF16, 1 row with prefetches takes 0.67 to 0.8 of the time; other builds were not measured.
-              p + 1 < end && (prefetches(tiles, count) || !kHasBf16) ? share / (k / 4) : 0,
+              p + 1 < end && prefetches(tiles) ? share / (k / 4) : 0,
               (const char*)(panel + bytes) + tile * share,
               transforms.of(p, r0, r1),
               lines.take(),

@@ -205,8 +205,7 @@ void quire_linear_int8(const bf16* x, int64_t ldx, const uint8_t* packed, const 
               n,
               bias ? bias + p * kColumns : nullptr,
               add != 0,
-              // With a single tile the hardware prefetcher is faster; see tile.h.
-              p + 1 < end && prefetches(tiles, count) ? share / (k / 4) : 0,
+              p + 1 < end && prefetches(tiles) ? share / (k / 4) : 0,
               (const char*)(panel + panel_bytes) + tile * share,
               transforms.of(p, r0, r1),
               lines.take(),
