@@ -291,6 +291,14 @@ def test_thinking_reaches_the_template(post, thinking, effort, expected):
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a text"),
         (
+            {
+                "messages": [
+                    {"role": "user", "content": [{**PNG, "source": {**PNG["source"], "media_type": "text/html"}}]}
+                ]
+            },
+            "source.media_type: must be the type of an image, such as image/png, got 'text/html'",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "source.type: must be base64 or url",
         ),

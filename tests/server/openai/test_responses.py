@@ -190,6 +190,10 @@ def test_nothing_is_stored(client):
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
             "a data: or https: URL",
         ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+            "file_id 'f' has no file",
+        ),
         ({"input": [{"type": "function_call", "name": "f", "arguments": 5}]}, "JSON object"),
         ({"input": [{"role": "user", "content": "a"}] * 10_001}, "at most 10000"),
         ({"input": []}, "at least one message"),

@@ -67,6 +67,11 @@ def _iter_urls(messages: object) -> Iterator[ImageUrl]:
 def _image_url(part: Mapping[str, Any], path: str) -> ImageUrl:
     value = part.get("image_url")
     url = value.get("url") if isinstance(value, dict) else value
+    if value is None and part.get("file_id") is not None:
+        shown = truncated_repr(part["file_id"])
+        raise ApiError(
+            400, f"{path}: missing, and no files are stored, so file_id {shown} has no file; send a data: URL"
+        )
     if not isinstance(url, str) or not url:
         raise ApiError(400, f"{path}: must be a URL or an object with a url, got {truncated_repr(value)}")
     return ImageUrl(path, url)

@@ -196,6 +196,9 @@ def _image(block: Mapping[str, Any], path: str) -> Document:
     if kind == "url":
         return {"type": "image_url", "image_url": _string(source, "url", f"{path}.source")}
     media_type, data = (_string(source, name, f"{path}.source") for name in ("media_type", "data"))
+    if not media_type.startswith("image/"):
+        shown = truncated_repr(media_type)
+        raise ApiError(400, f"{path}.source.media_type: must be the type of an image, such as image/png, got {shown}")
     return {"type": "image_url", "image_url": f"data:{media_type};base64,{data}"}
 
 
