@@ -200,8 +200,6 @@ def _missing(name: str, info: Architecture) -> Iterator[str]:
     if info.text_types and info.model_type not in IMAGE_TOWERS:
         yield "images"
     yield from dict.fromkeys(feature for _, feature in info.required.values())
-    if info.has_attention_chunks is not None:
-        yield "GPUs"
     if info.has_layer_variants:
         yield from ("draft models and heads", "`int8_per_token_head`")
     if name in ARCHITECTURES_WITHOUT_HEADS:

@@ -141,6 +141,9 @@ class AttentionMetadata:
     """Work plans on the device. An implementation stores its plan here, so that all layers of the step can use it."""
     by_chunk_size: dict[int, "AttentionMetadata"] = field(default_factory=dict)
     """Results that `within_chunks` has computed in this step."""
+    host_spans: tuple[Sequence[int], Tensor] = ((), torch.empty(0, 0, dtype=torch.int64))
+    """For each span, the number of tokens of its sequence that come before it, and `block_tables` on the CPU, so that
+    `within_chunks` need not wait for a device. In a captured step, they are empty."""
 
     @functools.cached_property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -198,6 +201,7 @@ def build_attention_metadata(
         lengths,
         tuple(span for span in spans if starts[span.span_index] == 0),
         tuple(span for span in spans if starts[span.span_index] > 0 and span.length > 1),
+        host_spans=(starts, block_tables),
     )
 
 
@@ -205,7 +209,7 @@ def within_chunks(metadata: AttentionMetadata, chunk_size: int, cache: Tensor) -
     """Return the metadata for layers in which each token attends only to tokens of the same chunk of its sequence.
 
     A span is divided where a chunk ends, and each part is like a sequence of its own that begins with its chunk. This
-    needs no other kernels. vLLM does the same. All tensors must be on the CPU.
+    needs no other kernels. vLLM does the same. Not possible in a captured step.
 
     Args:
         metadata: describes the spans of the step.
@@ -218,12 +222,13 @@ def within_chunks(metadata: AttentionMetadata, chunk_size: int, cache: Tensor) -
 
 
 def _divide_at_chunks(metadata: AttentionMetadata, chunk_size: int, cache: Tensor) -> AttentionMetadata:
-    contexts = metadata.context_lengths.tolist()
+    span_starts, block_tables = metadata.host_spans
+    contexts = [start + length for start, length in zip(span_starts, metadata.lengths, strict=True)]
     if max(contexts) <= chunk_size:
         return metadata
     starts, lengths, tables = list[int](), list[int](), list[Tensor]()
     blocks_per_chunk = chunk_size // cache.shape[2]
-    for end, length, table in zip(contexts, metadata.lengths, metadata.block_tables, strict=True):
+    for end, length, table in zip(contexts, metadata.lengths, block_tables, strict=True):
         position = end - length
         while position < end:
             chunk = position // chunk_size
@@ -235,7 +240,7 @@ def _divide_at_chunks(metadata: AttentionMetadata, chunk_size: int, cache: Tenso
             position = stop
     width = max(map(len, tables))
     padded = [torch.cat((table, table[-1:].expand(width - len(table)))) for table in tables]
-    return build_attention_metadata(starts, lengths, torch.stack(padded), cache, cache.device)
+    return build_attention_metadata(starts, lengths, torch.stack(padded), cache, metadata.query_starts.device)
 
 
 def _group_spans(starts: list[int], lengths: list[int], cache: Tensor) -> list[list[int]]:

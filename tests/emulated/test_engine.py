@@ -167,6 +167,14 @@ def test_layers_with_states(kind, tmp_path):
     _assert_same_tokens(*_generate_on_both(model, prompts, params, **fields))
 
 
+def test_attention_within_chunks(tmp_path):
+    """Prompts that end in later chunks than they begin, whole and in parts, and outputs that reach the next chunk."""
+    model = make_checkpoint(tmp_path, "llama4")
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (12, 20)]
+    prompts = [{"prompt_token_ids": prompt["prompt_token_ids"] * 3} for prompt in _prompts(14, 6)]
+    _assert_same_tokens(*_generate_on_both(model, prompts, params, max_num_batched_tokens=32, block_size=8))
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "kimi_linear"])
 def test_latent_attention(kind, tmp_path, replayed):
     """Steps with an adapter that changes the absorbed projection do not replay graphs; the others do. Kimi Linear also

@@ -27,9 +27,7 @@ def check_kv_offloading(config: EngineConfig, shape: ModelConfig) -> None:
 
 
 def check_attention(config: EngineConfig, shape: ModelConfig) -> None:
-    """Raise ConfigError if the device has no kernels for the attention of this model, or not with these blocks."""
-    if shape.cpu_only_reason and config.device == "cuda":
-        raise ConfigError(f"device: {shape.cpu_only_reason}; set device to cpu")
+    """Raise ConfigError if attention within chunks is not possible with these blocks."""
     for size in filter(None, shape.attention_chunk_sizes):
         if size % config.block_size:
             raise ConfigError(

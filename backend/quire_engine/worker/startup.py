@@ -100,7 +100,7 @@ class RunnerStartup:
         self._max_model_len = config.max_model_len or model.shape.max_length
         should_capture = graph_capture.should_capture(factory.device) and not config.has_drafter
         should_capture &= model.shape.states is None and model.shape.is_native and model.shape.encoder is None
-        should_capture &= pipeline is None
+        should_capture &= pipeline is None and not any(model.shape.attention_chunk_sizes)
         self._layout = layout or layout_choice.choose_layout(config, model.shape)
         self._pipeline = pipeline
         self._part = part

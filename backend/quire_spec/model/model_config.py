@@ -200,11 +200,6 @@ class ModelConfig:
         return "max_position_embeddings"
 
     @property
-    def cpu_only_reason(self) -> str:
-        """Why GPUs cannot run this model; empty if they can."""
-        return "attention in chunks (attention_chunk_size) runs on CPUs only" if any(self.attention_chunk_sizes) else ""
-
-    @property
     def per_layer_size(self) -> int:
         """Number of elements of the embedding that each layer has for each token; 0 if layers have none."""
         return 0 if self.variants is None else self.variants.per_layer_size

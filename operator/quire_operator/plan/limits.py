@@ -202,17 +202,6 @@ def check_kv_offloading(inputs: PlannerInputs) -> None:
         raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, problem)
 
 
-def check_attention(inputs: PlannerInputs) -> None:
-    """Check that the device has kernels for the attention of this model.
-
-    Raises:
-        Unplannable: it has none.
-    """
-    if inputs.gpu is not None and (reason := inputs.model.shape.cpu_only_reason):
-        message = f"spec.device: {reason}; set it to CPU"
-        raise Unplannable(UnplannableReason.UNSUPPORTED_BY_ENGINE, message)
-
-
 def check_encoder(inputs: PlannerInputs) -> None:
     """Check that the spec sets nothing that only a KV cache has, if the model is an encoder.
 

@@ -104,7 +104,6 @@ def _plan_role(role: Role, inputs: PlannerInputs, images: Mapping[str, str]) -> 
 def _plan_pods(inputs: PlannerInputs, images: Mapping[str, str]) -> Plan:
     """Return the plan of pods that are all alike."""
     limits.check_dtypes(inputs)
-    limits.check_attention(inputs)
     limits.check_encoder(inputs)
     limits.check_pipeline(inputs)
     limits.check_context(inputs)

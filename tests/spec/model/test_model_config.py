@@ -296,7 +296,7 @@ def test_llama4_alternates():
     assert [rope.rope_type for rope in config.ropes] == ["default"] * 3 + ["none"]
     assert config.moe.layers == (False, True) * 2 and config.flags["attn_temperature_tuning"]
     assert (config.intermediate_size, config.moe.intermediate_size) == (64, 32)
-    assert make_config("Llama4ForCausalLM", **values, attention_chunk_size=None).cpu_only_reason == ""
+    assert make_config("Llama4ForCausalLM", **values, attention_chunk_size=None).attention_chunk_sizes == (None,) * 4
 
 
 KIMI = {"kv_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 72}
