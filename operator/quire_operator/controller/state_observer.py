@@ -78,9 +78,7 @@ class StateObserver:
         job = self._current_download_job(desired, claim)
         job_bodies = [body for body in bodies if job and _labels(body).get("job-name") == job["metadata"]["name"]]
         pods = tuple(map(parse_pod, (*server_bodies, *worker_bodies, *job_bodies)))
-        workload, _ = self.live_workloads(desired)
-        owner_uid = "" if workload is None else str(workload["metadata"]["uid"])
-        pods = await self._deps.pod_warnings.attach_warnings(key[0], pods, owner_uid)
+        pods = await self._deps.pod_warnings.attach_warnings(key[0], pods)
         warning = ""
         if job is not None and not job_bodies and not is_finished(job):
             meta = job["metadata"]

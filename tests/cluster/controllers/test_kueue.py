@@ -6,6 +6,7 @@ import time
 import pytest
 from support.controller_harness import ControllerHarness, llm_service
 from support.controllers import running_kueue, running_lws
+from support.disaggregated_set import running_double
 from support.engine_processes import wait_for
 
 from quire_operator.controller.status import groups
@@ -142,3 +143,27 @@ def test_groups_wait_for_quota_and_are_made_anew_by_a_change(cluster, namespace,
         cluster.merge("quire.dev/v1alpha1", "LLMService", "tales", {"spec": {"engine": {"maxLogprobs": 7}}}, namespace)
         wait_for(lambda: is_ready(operator), 120, operator.status)
         assert uid() in uids
+
+
+def test_roles_wait_for_quota(cluster, namespace, kubelet, tmp_path):
+    """The Workload of a role belongs to the LeaderWorkerSet of that role, whose name only its controller knows."""
+    cluster.merge("v1", "Namespace", namespace, {"metadata": {"labels": {"kueue": "true"}}})
+    engine = {"kvCacheOffloading": {"memory": "64Mi"}, "pipelineParallelSize": 2}
+    roles = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
+
+    def all_wait():
+        message = operator.condition("Progressing").get("message", "")
+        return waits_for_quota(operator) and message.count("insufficient unused quota") >= len(roles)
+
+    with (
+        running_lws(cluster, tmp_path),
+        running_kueue(cluster, tmp_path, "leaderworkerset.x-k8s.io/leaderworkerset"),
+        running_double(cluster),
+        ControllerHarness(cluster, namespace) as operator,
+    ):
+        make_queue(cluster, namespace, 1)
+        service = llm_service(disaggregation=roles, engine=engine, labels={QUEUE_LABEL: "llm"})
+        cluster.apply(service, namespace)
+        wait_for(lambda: gated(cluster, namespace) == [True, True], 40, operator.status)
+        wait_for(all_wait, 40, operator.status)
+        check_at_rest(operator)

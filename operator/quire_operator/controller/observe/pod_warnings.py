@@ -44,11 +44,9 @@ class PodWarnings:
         self._warnings: dict[str, tuple[float, str]] = {}
         """For each object, by its uid: the time at which its events are listed next, and its last warning."""
 
-    async def attach_warnings(
-        self, namespace: str, pods: Iterable[PodState], group_owner_uid: str = ""
-    ) -> tuple[PodState, ...]:
+    async def attach_warnings(self, namespace: str, pods: Iterable[PodState]) -> tuple[PodState, ...]:
         """Return the same pods. If the containers of a pod do not start, its field `waiting` contains the warning of
-        the kubelet. `group_owner_uid` is the uid of the LeaderWorkerSet, which owns the Workloads of its groups.
+        the kubelet. If Kueue holds a pod back, its field `gate_message` contains the reason.
         """
         pods = tuple(pods)
         creating = sorted((pod for pod in pods if pod.creating), key=lambda pod: pod.name)[:_MAX_PODS_PER_PASS]
@@ -56,7 +54,7 @@ class PodWarnings:
         if any(pod.is_gated_by_kueue for pod in pods):
             messages = await self._fetch_queue_messages(namespace)
             pods = tuple(
-                replace(pod, gate_message=messages.get(pod.uid if pod.group is None else group_owner_uid, ""))
+                replace(pod, gate_message=messages.get(pod.uid if pod.group is None else pod.group_set, ""))
                 if pod.gates
                 else pod
                 for pod in pods
@@ -64,7 +62,7 @@ class PodWarnings:
         return tuple(replace(pod, waiting=warnings[pod.uid]) if warnings.get(pod.uid) else pod for pod in pods)
 
     async def _fetch_queue_messages(self, namespace: str) -> dict[str, str]:
-        """Return the reason why Kueue keeps an object waiting, by the uid of the object."""
+        """Return the reasons why Kueue keeps objects waiting; see `queue_messages`."""
         now = asyncio.get_running_loop().time()
         poll_at, messages = self._queue_messages.get(namespace, (now, {}))
         if now >= poll_at:
@@ -98,7 +96,10 @@ class PodWarnings:
 
 
 def queue_messages(workloads: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """Return the message of each Workload of Kueue that has no quota yet, by the uids of its owners."""
+    """Return the message of each Workload of Kueue that has no quota yet, by the uids of its owners, and by the name if
+    an owner is a LeaderWorkerSet. Pods of groups have only the name of their set in a label, and the sets of roles
+    belong to a DisaggregatedSet.
+    """
     messages: dict[str, str] = {}
     for workload in workloads:
         conditions = {c["type"]: c for c in workload.get("status", {}).get("conditions") or ()}
@@ -107,7 +108,9 @@ def queue_messages(workloads: Iterable[dict[str, Any]]) -> dict[str, str]:
         )
         for owner in workload["metadata"].get("ownerReferences") or ():
             # A LeaderWorkerSet owns a Workload for each group, and some of them can have quota.
-            messages[owner["uid"]] = str(waiting.get("message", "")) or messages.get(owner["uid"], "")
+            names = [owner["name"]] if owner.get("kind") == resources.LEADER_WORKER_SET.kind else []
+            for key in (owner["uid"], *names):
+                messages[key] = str(waiting.get("message", "")) or messages.get(key, "")
     return messages
 
 

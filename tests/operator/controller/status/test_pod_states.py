@@ -189,14 +189,17 @@ def test_the_cache_keeps_what_the_status_reads_of_a_pod():
 
 
 def test_messages_of_kueue():
-    def workload(uid, *conditions):
-        return {"metadata": {"ownerReferences": [{"uid": uid}]}, "status": {"conditions": list(conditions)}}
+    def workload(uid, *conditions, **owner):
+        return {"metadata": {"ownerReferences": [{"uid": uid, **owner}]}, "status": {"conditions": list(conditions)}}
 
     pending = {"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": "1 more needed"}
     reserved = {"type": "QuotaReserved", "status": "True", "message": "reserved"}
     checked = {"type": "Admitted", "status": "False", "message": "an admission check is pending"}
     found = queue_messages([workload("a", pending), workload("b", reserved, checked), workload("c")])
     assert found == {"a": "1 more needed", "b": "an admission check is pending", "c": ""}
+    groups = {"kind": "LeaderWorkerSet", "name": "s-0-1a2b-prefill"}
+    found = queue_messages([workload("d", pending, **groups), workload("d", reserved, **groups)])
+    assert found == {"d": "1 more needed", "s-0-1a2b-prefill": "1 more needed"}, "one group has quota"
 
 
 def test_a_pod_without_one_of_its_cores_serves_and_says_so():
