@@ -112,6 +112,6 @@ async def test_the_last_event_is_the_text_of_the_last_log_line():
         while not events:
             await asyncio.sleep(0.01)
     assert events == ["compiling with g++"]
-    managed.child.kill()
     run_task.cancel()
     await asyncio.wait([run_task])
+    await managed.child.stop(5)
