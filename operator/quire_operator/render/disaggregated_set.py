@@ -64,7 +64,7 @@ def _role(service: LLMService, templates: RoleTemplates, has_pods: bool) -> Mani
     del spec["networkConfig"]
     # The controller of the DisaggregatedSet decides which pods are replaced first.
     del spec["rolloutStrategy"]["rollingUpdateConfiguration"]["partition"]
-    meta = metadata(service, object_names.SERVER)
+    meta = metadata(service, object_names.SERVER, leader_worker_set.queue_labels(service))
     # Pods have no order, so that the ones that are not ready are removed first. Kueue counts groups by their order, and
     # so does status.groups.
     is_queued = leader_worker_set.QUEUE_LABEL in meta["labels"]

@@ -36,10 +36,15 @@ def manifest(
         KIND,
         service,
         service.name,
-        labels={QUEUE_LABEL: service.queue} if service.queue else {},
+        labels=queue_labels(service),
         annotations={object_names.PLAN_ANNOTATION: plan.inputsHash},
         spec=spec(service, leader, worker, size, replicas, surges),
     )
+
+
+def queue_labels(service: LLMService) -> dict[str, str]:
+    """Return the label of a set that Kueue admits, if the LLMService has it."""
+    return {QUEUE_LABEL: service.queue} if service.queue else {}
 
 
 def group_templates(template: Manifest, size: int) -> tuple[Manifest, Manifest]:
@@ -47,7 +52,8 @@ def group_templates(template: Manifest, size: int) -> tuple[Manifest, Manifest]:
     Deployment.
 
     Both have a label with a digest of both. The status of a LeaderWorkerSet 0.8 does not tell which generation it
-    belongs to, so the pods themselves must show whether they are up to date.
+    belongs to, so the pods themselves must show whether they are up to date. Neither has the label of a queue: Kueue
+    never starts a pod that has one and belongs to a set with a queue.
     """
     worker = _worker_template(template)
     label = {object_names.TEMPLATE_LABEL: object_names.digest([template, worker, size])}
@@ -107,4 +113,5 @@ def _worker_template(template: Manifest) -> Manifest:
 
 def _with_labels(template: Manifest, labels: dict[str, str]) -> Manifest:
     meta = template["metadata"]
-    return {**template, "metadata": {**meta, "labels": {**meta["labels"], **labels}}}
+    labels = {name: value for name, value in (meta["labels"] | labels).items() if name != QUEUE_LABEL}
+    return {**template, "metadata": {**meta, "labels": labels}}

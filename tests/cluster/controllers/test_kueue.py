@@ -145,15 +145,14 @@ def test_groups_wait_for_quota_and_are_made_anew_by_a_change(cluster, namespace,
         assert uid() in uids
 
 
-def test_roles_wait_for_quota(cluster, namespace, kubelet, tmp_path):
-    """The Workload of a role belongs to the LeaderWorkerSet of that role, whose name only its controller knows."""
+@pytest.mark.parametrize(("nodes", "is_in_spec"), [(1, False), (2, True)])
+def test_roles_wait_for_quota(cluster, namespace, kubelet, tmp_path, nodes, is_in_spec):
+    """The Workload of a role belongs to the LeaderWorkerSet of that role, whose name only its controller knows. Kueue
+    would never start pods that have the label of the queue themselves."""
     cluster.merge("v1", "Namespace", namespace, {"metadata": {"labels": {"kueue": "true"}}})
-    engine = {"kvCacheOffloading": {"memory": "64Mi"}, "pipelineParallelSize": 2}
+    engine = {"kvCacheOffloading": {"memory": "64Mi"}, "pipelineParallelSize": nodes}
     roles = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
-
-    def all_wait():
-        message = operator.condition("Progressing").get("message", "")
-        return waits_for_quota(operator) and message.count("insufficient unused quota") >= len(roles)
+    queue = {QUEUE_LABEL: "llm"}
 
     with (
         running_lws(cluster, tmp_path),
@@ -161,9 +160,16 @@ def test_roles_wait_for_quota(cluster, namespace, kubelet, tmp_path):
         running_double(cluster),
         ControllerHarness(cluster, namespace) as operator,
     ):
-        make_queue(cluster, namespace, 1)
-        service = llm_service(disaggregation=roles, engine=engine, labels={QUEUE_LABEL: "llm"})
+        # Quota for one role.
+        make_queue(cluster, namespace, nodes)
+        service = llm_service(disaggregation=roles, engine=engine, **({"labels": queue} if is_in_spec else {}))
+        if not is_in_spec:
+            service["metadata"]["labels"] = queue
         cluster.apply(service, namespace)
-        wait_for(lambda: gated(cluster, namespace) == [True, True], 40, operator.status)
-        wait_for(all_wait, 40, operator.status)
+        wait_for(lambda: gated(cluster, namespace) == [False, True], 60, operator.status)
+        wait_for(lambda: waits_for_quota(operator), 30, operator.status)
+        check_at_rest(operator)
+        cluster.apply(cluster_queue(2 * nodes))
+        wait_for(lambda: is_ready(operator), 60, operator.status)
+        assert gated(cluster, namespace) == [False, False]
         check_at_rest(operator)

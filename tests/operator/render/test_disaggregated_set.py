@@ -155,6 +155,8 @@ def test_kueue_gets_pods_with_an_order():
     objects = rendered_objects(llm_service(f"{ROLES}labels: {{kueue.x-k8s.io/queue-name: gpus}}"))
     for role in roles_of(objects).values():
         assert role["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+        pod = role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+        assert "kueue.x-k8s.io/queue-name" not in pod["metadata"]["labels"], "Kueue would never start the pod"
         assert role["spec"]["groupIdentity"] == "Ordinal"
 
 
