@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers with states beside what the bytes of the states allow, beside transformers, and beside a dense model.
 
-    python tests/bench/hybrid.py [--model mamba2]
+    python tests/bench/hybrid.py [--model mamba2] [--vllm-python ~/vllm/bin/python]
 
 The hybrid model has the layers of Qwen3.5-0.8B: three of four have Gated DeltaNet with 16 heads and a state of 1 MiB
 per sequence. With `--model mamba2`, it has those of Granite 4.0 H 1B: of ten layers, nine have Mamba-2 with 48 heads of
-64 features, one group, and a state of 1.5 MiB per sequence. All weights are random. The script prints three ratios:
+64 features, one group, and a state of 1.5 MiB per sequence. All weights are random. The script prints these ratios:
 
 - decode/allowed: the speed of a step of 64 sequences, relative to what its bytes allow. That is the time of the same
   step without convolutions and recurrences, plus the time in which this machine reads and writes all states once.
 - decode/eager: the same step, relative to transformers without compilation, in bfloat16.
 - prefill/dense: a prompt of 2,000 tokens, relative to a dense Qwen3 or Granite 4 with as many parameters.
+- decode/vllm and prefill/vllm: the same step and prompt, relative to vLLM (`--vllm-python`, see install_vllm.sh).
 
 The fastest of several runs counts, because other work on the machine only makes runs slower.
 """
@@ -25,6 +26,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from child import ChildFailed, ChildProcess
 from random_weights import patch_weight_loading
 
 from quire_engine import LLM, SamplingParams
@@ -110,20 +112,24 @@ def gated_delta_configs(num_layers: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def _settings(state_dtype: str) -> dict[str, Any]:
+    """Return arguments that LLM of this engine and of vLLM have in common."""
+    return {
+        "dtype": "bfloat16",
+        "max_model_len": 2304,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 1 << 29,
+        "mamba_ssm_cache_dtype": state_dtype,
+    }
+
+
 def _load(config: dict[str, Any], folder: Path, state_dtype: str) -> LLM:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     with patch_weight_loading():
-        return LLM(
-            folder,
-            dtype="bfloat16",
-            max_model_len=2304,
-            max_num_seqs=64,
-            max_num_batched_tokens=2048,
-            enable_prefix_caching=False,
-            kv_cache_memory_bytes=1 << 29,
-            mamba_ssm_cache_dtype=state_dtype,
-        )
+        return LLM(folder, **_settings(state_dtype))
 
 
 def _generate(llm: LLM, num_prompts: int, num_tokens: int, num_output: int) -> float:
@@ -157,6 +163,28 @@ def _without_states(llm: LLM, num_seqs: int, num_steps: int, num_runs: int) -> f
         mock.patch.object(mamba2, "mamba2_recurrence", skip_recurrence),
     ):
         return _decode_step(llm, num_seqs, num_steps, num_runs)
+
+
+def _vllm_seconds(folder: Path, args: argparse.Namespace) -> tuple[float, float]:
+    """Return the seconds of a step and of a prompt of 2,000 tokens in vLLM, which draws weights of its own.
+
+    Raises:
+        ChildFailed: vLLM does not serve this model; the message has its log.
+    """
+    settings = _settings(args.state_dtype) | {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+    with ChildProcess("vllm", "vllm_offline.py", settings, folder.parent, args.vllm_python) as vllm:
+
+        def seconds(num_prompts: int, num_tokens: int, num_output: int) -> float:
+            prompts = torch.randint(0, _VOCAB, (num_prompts, num_tokens)).tolist()
+            requests = [(prompt, num_output) for prompt in prompts]
+            return vllm.call("run", requests=requests, offsets=None)["seconds"]
+
+        seconds(2, 70, 4)
+        long, short = (
+            _fastest(lambda length=length: seconds(args.sequences, 2, length), args.runs)
+            for length in (args.steps + 1, 1)
+        )
+        return (long - short) / args.steps, _fastest(lambda: seconds(1, 2000, 1), args.runs)
 
 
 def _copy_seconds(num_bytes: int) -> float:
@@ -202,6 +230,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64, help="decoding sequences (default 64)")
     parser.add_argument("--steps", type=int, default=32, help="steps of a run (default 32)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each measurement (default 3)")
+    parser.add_argument("--vllm-python", metavar="PATH", help="the Python of an environment with vLLM's CPU build")
     args = parser.parse_args()
     is_mamba, num_seqs = args.model == "mamba2", args.sequences
     num_layers = args.layers or (10 if is_mamba else 8)
@@ -214,6 +243,13 @@ def main() -> None:
             measure(llms["hybrid"], num_seqs, args.steps, args.runs) for measure in (_decode_step, _without_states)
         )
         prefill = {name: _fastest(lambda llm=llm: _generate(llm, 1, 2000, 1), args.runs) for name, llm in llms.items()}
+        if args.vllm_python:
+            try:
+                vllm_step, vllm_prefill = _vllm_seconds(Path(scratch, "hybrid"), args)
+                print(f"vllm_step_s={vllm_step:.4f} vllm_prefill_s={vllm_prefill:.3f}")
+                print(f"decode/vllm={vllm_step / step:.2f} prefill/vllm={vllm_prefill / prefill['hybrid']:.2f}")
+            except ChildFailed as error:
+                print(error)
     layer_types = shapes["hybrid"].get("layer_types")
     num_state_layers = layer_types.count("linear_attention") if layer_types else num_layers - num_layers // 4
     elements = 48 * 128 * 64 if is_mamba else 16 * 128 * 128

