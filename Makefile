@@ -32,8 +32,6 @@ test: cpu-kernels ## test all packages without a server or Kubernetes, and list 
 	@$(PYTEST) $(SIDE_BY_SIDE) $(or $(WHAT),-m "not server" --ignore=tests/kernels/gpu \
 		tests/spec tests/sources tests/kernels tests/engine tests/server tests/operator tests/test_repo.py)
 
-# The cores are idle for 38 % of the time with three of these files.
-test-server: SIDE_BY_SIDE = -n 4 --dist loadfile --no-loadscope-reorder
 test-server: cpu-kernels ## test real Triton servers: quire serve, its clients, hostile input, killed processes
 	@$(PYTEST) $(SIDE_BY_SIDE) -m server tests/e2e tests/server
 
