@@ -175,6 +175,7 @@ def test_replacing_and_removing_adapters_fails_no_request(pod, folders, tmp_path
     client = threading.Thread(target=send_requests)
     client.start()
     try:
+        pod.wait(lambda: responses, 30, "served by the old one")
         assert pod.put_adapters(catalog(8, a=changed, b=folders["b"])).status == 202
         duration_s = pod.wait(lambda: digest(pod, "a") != old and pod.adapter("a")["state"] == "Ready", 10, "replaced")
         new = digest(pod, "a")
